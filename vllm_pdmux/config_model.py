@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings themselves: names, units, defaults, limits. Where they come from is in `config_sources`.
+
+The first four after `enabled` are SGLang's, with its names, defaults and meaning.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_pdmux.config_errors import show, wrong_value
+
+_ROWS_ALLOWED = "a list of rows of three integers, [prefill_sms >= 1, decode_sms >= 1, min_decode_batch >= 0]"
+
+
+def _rows(value: Any) -> Any:
+    """Manual rows as tuples; nothing (`null`, `[]`) is the automatic split. Reports every wrong row, by its number."""
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"manual_divisions is {show(value)} but must be {_ROWS_ALLOWED}: write it so, or remove it")
+    wrong = [f"row {number} is {show(row)}" for number, row in enumerate(value, start=1) if not _is_row(row)]
+    if wrong:
+        raise ValueError(f"manual_divisions {', '.join(wrong)} but must be {_ROWS_ALLOWED}: correct or remove the row")
+    return tuple(tuple(row) for row in value)
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, (list, tuple)) or len(row) != 3 or any(type(number) is not int for number in row):
+        return False
+    prefill_sms, decode_sms, min_decode_batch = row
+    return prefill_sms >= 1 and decode_sms >= 1 and min_decode_batch >= 0
+
+
+Sms = Annotated[int, Field(ge=1)]
+Row = tuple[Sms, Sms, Annotated[int, Field(ge=0)]]
+
+
+class PDMuxConfig(BaseModel):
+    """Every setting of vllm_pdmux. Frozen; integers are strict ("8", 8.0 and true are refused); no other keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    enabled: bool = Field(True, description="Whether prefill and decode are multiplexed; false leaves vLLM as it is.")
+    sm_group_num: int = Field(
+        8,
+        ge=3,
+        description="Number of stream groups: prefill alone, decode alone, and sm_group_num - 2 divisions between.",
+    )
+    manual_divisions: Annotated[tuple[Row, ...], BeforeValidator(_rows)] = Field(
+        (),
+        description="sm_group_num - 2 rows [prefill_sms, decode_sms, min_decode_batch]: SMs of each lane, summing to "
+        "the device's, and the smallest number of decoding requests for the row. Empty: an automatic split.",
+    )
+    decode_bs_divisor: int = Field(
+        36,
+        ge=1,
+        description="Decoding requests at which the last division is reached, without manual_divisions.",
+    )
+    split_forward_token_budget: int | None = Field(
+        None,
+        ge=1,
+        description="Layers times new prompt tokens of one layer group; not set: an eighth of the model's layers each, "
+        "or 65536 when a file sets sm_group_num.",
+    )
+    policy: Literal["table", "fixed"] = Field(
+        "table", description="What chooses the division: the decode batch (table), or fixed_group always (fixed)."
+    )
+    fixed_group: int | None = Field(
+        None, ge=1, description="The stream group that policy fixed uses, 1 to sm_group_num - 2."
+    )
+    layers_per_group: int | None = Field(
+        None, ge=1, description="Layers of one layer group; comes before split_forward_token_budget."
+    )
+    lane: Literal["threaded", "serial"] = Field(
+        "threaded",
+        description="threaded: prefill runs beside decode. serial: no second thread, all layers at once; for tests.",
+    )
+    trace_steps: int = Field(0, ge=0, description="Number of last steps that the scheduler keeps a record of; 0: none.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "PDMuxConfig":
+        if problems := inconsistencies(dict(self)):
+            raise ValueError("; ".join(problem.text for problem in problems))
+        return self
+
+
+FIELDS = tuple(PDMuxConfig.model_fields)
+
+
+@dataclass(frozen=True)
+class Inconsistency:
+    """Values that are each allowed but do not go together, and the fields they belong to."""
+
+    fields: tuple[str, ...]
+    text: str
+
+
+def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
+    """What does not go together in `values`, which may be some of the settings: a rule with a field missing is not
+    applied, so that one source can be checked before the others are known."""
+    groups, rows = values.get("sm_group_num"), values.get("manual_divisions")
+    problems = []
+    if groups is not None and rows and len(rows) != groups - 2:
+        text = (
+            f"manual_divisions has {len(rows)} rows but sm_group_num {groups} needs {groups - 2}, one for each group "
+            f"but the first and the last: set sm_group_num to {len(rows) + 2} or give {groups - 2} rows"
+        )
+        problems.append(Inconsistency(("sm_group_num", "manual_divisions"), text))
+    if {"policy", "fixed_group"} <= values.keys():
+        problems += _fixed_group_problems(values["policy"], values["fixed_group"], groups)
+    return problems
+
+
+def _fixed_group_problems(policy: str, fixed_group: int | None, groups: int | None) -> list[Inconsistency]:
+    fields = ("policy", "fixed_group")
+    if policy == "fixed" and fixed_group is None:
+        text = "fixed_group is not set but policy fixed needs it: set it to 1 to sm_group_num - 2, or use policy table"
+        return [Inconsistency(fields, text)]
+    if policy != "fixed" and fixed_group is not None:
+        text = f"fixed_group is {fixed_group} but policy {policy} does not use it: set policy fixed or remove fixed_group"
+        return [Inconsistency(fields, text)]
+    if fixed_group is not None and groups is not None and fixed_group > groups - 2:
+        text = f"fixed_group is {fixed_group} but must be 1 to {groups - 2}, as sm_group_num is {groups}: lower it"
+        return [Inconsistency((*fields, "sm_group_num"), text)]
+    return []
+
+
+def wrong_fields(values: Mapping[str, Any]) -> dict[str, str]:
+    """Each of `values` (known settings, some or all) that is not allowed by itself -> what is wrong with it."""
+    try:
+        PDMuxConfig.model_validate(dict(values))
+    except ValidationError as error:
+        located = [(details["loc"][0], details) for details in error.errors() if details["loc"]]
+        return {name: _text(name, details, values[name]) for name, details in located}
+    return {}
+
+
+def _text(name: str, details: Any, value: Any) -> str:
+    if details["type"] == "value_error":
+        return str(details["ctx"]["error"])
+    return wrong_value(name, value, _allowed(name), PDMuxConfig.model_fields[name].default)
+
+
+def _allowed(name: str) -> str:
+    field = PDMuxConfig.model_fields[name]
+    if field.annotation is bool:
+        return "true or false"
+    limits = [limit.ge for limit in field.metadata if hasattr(limit, "ge")]
+    if limits:
+        return f"an integer, at least {limits[0]}"
+    return " or ".join(repr(choice) for choice in get_args(field.annotation))

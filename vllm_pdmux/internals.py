@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every internal of vLLM that we touch, and a check that it is still there.
+
+The check reads vLLM's source and imports nothing of it, so it works for an installed vLLM and for a wheel of another
+platform that was only unpacked. It runs at start: a name that is gone is an error that says which, not a crash later.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Internal:
+    """A name in vLLM: `owner` is a class or "" for the module; `name` a method, attribute, field or function."""
+
+    module: str
+    owner: str
+    name: str
+    used_in: str
+
+    def describe(self) -> str:
+        where = f"{self.module}.{self.owner}" if self.owner else self.module
+        return f"{where}.{self.name} (used in vllm_pdmux.{self.used_in})"
+
+
+def _all(module: str, owner: str, names: str, used_in: str) -> tuple[Internal, ...]:
+    return tuple(Internal(module, owner, name, used_in) for name in names.split())
+
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+INTERNALS: tuple[Internal, ...] = (
+    # The scheduler: what the views hide, and what a batch in the lane changes.
+    *_all(_SCHEDULER, "Scheduler", "schedule update_from_output finish_requests make_stats", "scheduler"),
+    *_all(_SCHEDULER, "Scheduler", "_free_request_blocks _preempt_request get_grammar_bitmask", "scheduler"),
+    *_all(_SCHEDULER, "Scheduler", "reset_prefix_cache set_pause_state _pause_state policy", "scheduler"),
+    *_all(_SCHEDULER, "Scheduler", "requests running waiting kv_holding_waiting", "scheduler"),
+    *_all(_SCHEDULER, "Scheduler", "num_waiting_for_streaming_input max_num_active_reqs", "scheduler"),
+    *_all(_SCHEDULER, "Scheduler", "finished_req_ids reset_preempted_req_ids prev_step_scheduled_req_ids", "scheduler"),
+    *_all(_SCHEDULER, "Scheduler", "prefill_capacity_bound kv_cache_manager parallel_config vllm_config", "scheduler"),
+    *_all("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "_update_after_schedule", "scheduler"),
+    *_all("vllm.v1.core.sched.interface", "PauseState", "PAUSED_ALL", "scheduler"),
+    *_all("vllm.v1.core.sched.request_queue", "", "create_request_queue", "scheduler"),
+    *_all("vllm.v1.core.sched.request_queue", "RequestQueue", "prepend_request", "scheduler"),
+    *_all("vllm.v1.core.kv_cache_manager", "KVCacheManager", "pop_blocks_for_free evict_blocks", "scheduler"),
+    *_all("vllm.v1.core.kv_cache_manager", "KVCacheManager", "get_block_ids block_pool", "scheduler"),
+    *_all("vllm.v1.core.block_pool", "BlockPool", "free_blocks", "scheduler"),
+    *_all("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_id", "scheduler"),
+    *_all("vllm.v1.request", "Request", "request_id is_prefill_chunk num_in_flight_tokens", "scheduler"),
+    *_all("vllm.v1.request", "Request", "client_index get_finished_reason take_events trace_headers", "scheduler"),
+    *_all("vllm.v1.request", "RequestStatus", "FINISHED_ERROR", "scheduler"),
+    *_all("vllm.v1.engine", "EngineCoreOutputs", "outputs finished_requests", "outputs"),
+    *_all("vllm.v1.engine", "EngineCoreOutput", "request_id new_token_ids finish_reason events", "scheduler"),
+    *_all("vllm.v1.core.sched.output", "SchedulerOutput", "num_scheduled_tokens finished_req_ids", "scheduler"),
+    *_all("vllm.v1.core.sched.output", "SchedulerOutput", "total_num_scheduled_tokens preempted_req_ids", "scheduler"),
+    *_all("vllm.v1.core.sched.output", "GrammarOutput", "grammar_bitmask", "prefill_batch"),
+    *_all("vllm.config.model", "ModelConfig", "get_num_layers", "scheduler"),
+    *_all("vllm.config.scheduler", "SchedulerConfig", "scheduler_cls async_scheduling", "activation"),
+    *_all("vllm.config.vllm", "VllmConfig", "additional_config compilation_config", "activation"),
+    *_all("vllm.config.parallel", "ParallelConfig", "worker_cls", "activation"),
+    *_all("vllm.platforms.interface", "Platform", "check_and_update_config", "activation"),
+    *_all("vllm.plugins", "", "load_general_plugins", "activation"),
+    # The worker and its V1 runner.
+    *_all("vllm.v1.worker.gpu_worker", "Worker", "initialize_from_config execute_model", "worker.worker"),
+    *_all("vllm.v1.worker.gpu_worker", "Worker", "sample_tokens shutdown", "worker.worker"),
+    *_all("vllm.v1.worker.cpu_worker", "CPUWorker", "init_device", "worker.cpu"),
+    *_all(_RUNNER, "GPUModelRunner", "execute_model sample_tokens", "worker.prefill_lane"),
+    *_all(_RUNNER, "GPUModelRunner", "initialize_kv_cache initialize_kv_cache_tensors", "worker.prefill_runner"),
+    *_all(_RUNNER, "GPUModelRunner", "kv_caches kv_cache_config vllm_config device", "worker.prefill_runner"),
+    *_all(_RUNNER, "GPUModelRunner", "model_memory_usage is_multimodal_pruning_enabled", "worker.prefill_runner"),
+    *_all(_RUNNER, "GPUModelRunner", "requires_sequential_video_encoding model", "worker.prefill_runner"),
+    *_all(_RUNNER, "GPUModelRunner", "requests input_batch num_prompt_logprobs", "worker.handover"),
+    *_all("vllm.v1.worker.gpu_input_batch", "InputBatch", "remove_request", "worker.handover"),
+    # The forward pass.
+    *_all("vllm.forward_context", "", "_forward_context", "worker.process_state"),
+    *_all("vllm.forward_context", "ForwardContext", "no_compile_layers", "worker.layer_view"),
+    *_all("vllm.config.compilation", "CompilationConfig", "static_forward_context", "worker.prefill_runner"),
+    *_all("vllm.config", "", "set_current_vllm_config", "worker.prefill_runner"),
+)
+
+
+def missing_from_installed() -> list[Internal]:
+    """The internals that the installed vLLM lacks."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return list(INTERNALS)
+    return missing(Path(next(iter(spec.submodule_search_locations))))
+
+
+@lru_cache(maxsize=4)
+def _missing(package: Path) -> tuple[Internal, ...]:
+    return tuple(item for item in INTERNALS if item.name not in _names(package, item.module).get(item.owner, ()))
+
+
+def missing(package: Path) -> list[Internal]:
+    """The internals that the source folder `package` of a vLLM lacks."""
+    return list(_missing(package))
+
+
+@lru_cache(maxsize=256)
+def _names(package: Path, module: str) -> dict[str, frozenset[str]]:
+    """The names in a module: those of the module itself under "", those of each class under the class's name."""
+    path = package.parent.joinpath(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not source.is_file():
+        return {}
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    found = {"": frozenset(_bound_names(tree.body))}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = frozenset(_bound_names(node.body)) | frozenset(_self_attributes(node))
+    return found
+
+
+def _bound_names(body: list[ast.stmt]) -> set[str]:
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return names
+
+
+def _self_attributes(node: ast.ClassDef) -> set[str]:
+    return {
+        target.attr
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+    }

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses between the scheduler and the worker: one order down and one report up per engine step.
+
+Both ride on vLLM's own messages as one extra attribute, so they need no channel of their own and reach every worker in
+the order of the steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+_ORDER = "pdmux_order"
+_REPORT = "pdmux_report"
+
+
+@dataclass(frozen=True)
+class PrefillOrder:
+    """What the prefill lane has to do in one engine step.
+
+    The fields apply in this order: abandon `drop`, begin `start`, advance `batch_id` by `layers`.
+    """
+
+    batch_id: int | None = None  # the batch to advance; None: none
+    layers: int = 0  # at most this many attention layers; the lane stops earlier where the batch ends
+    start: SchedulerOutput | None = None  # the batch's own step, sent once, with its first order
+    grammar: GrammarOutput | None = None  # bitmask for the first tokens of `start`
+    drop: int | None = None  # a batch that must never run again: its KV blocks may be reused from this step on
+
+
+@dataclass(frozen=True)
+class LaneReport:
+    """What the prefill lane did in one engine step."""
+
+    batch_id: int
+    first_layer: int  # layers [first_layer, end_layer) of the batch ran in this step
+    end_layer: int
+    advance_ms: float  # host time of the advance
+    output: ModelRunnerOutput | None = None  # set when the batch has run all its layers and was sampled
+    error: str | None = None  # set when the batch raised; its KV is not valid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the batch has left the lane."""
+        return self.output is not None or self.error is not None
+
+
+def attach_order(output: SchedulerOutput, order: PrefillOrder) -> SchedulerOutput:
+    """Put `order` on the step `output` and return it."""
+    setattr(output, _ORDER, order)
+    return output
+
+
+def order_of(output: SchedulerOutput) -> PrefillOrder | None:
+    """The order on a step; None when it comes from a scheduler that is not ours."""
+    return getattr(output, _ORDER, None)
+
+
+def attach_report(output: ModelRunnerOutput, report: LaneReport) -> ModelRunnerOutput:
+    """A copy of `output` with `report` on it. A copy, since vLLM shares one object for all empty outputs."""
+    output = copy.copy(output)
+    setattr(output, _REPORT, report)
+    return output
+
+
+def report_of(output: ModelRunnerOutput) -> LaneReport | None:
+    """The report on a step's output; None when the lane had nothing to do in it."""
+    return getattr(output, _REPORT, None)

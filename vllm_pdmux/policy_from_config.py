@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the user's settings to the policy. Apart, so that policies know nothing of configuration."""
+
+from vllm_pdmux.config import ConfigError, PDMuxConfig
+from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule, Policy, TablePolicy
+
+
+def build_policy(config: PDMuxConfig, splits: int) -> Policy:
+    """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
+    `sm_group_num - 2`. Raises ConfigError when `fixed_group` is not among them."""
+    rule = _layer_rule(config)
+    if config.policy == "table":
+        thresholds = tuple(min_decode_batch for _, _, min_decode_batch in config.manual_divisions)
+        return TablePolicy(thresholds, splits, config.decode_bs_divisor, rule)
+    if config.fixed_group > splits:
+        raise ConfigError(
+            f"fixed_group is {config.fixed_group} but must be 1 to {splits}, as this device has no more automatic "
+            f"splits: lower it or give manual_divisions"
+        )
+    return FixedPolicy(config.fixed_group, splits, rule)
+
+
+def _layer_rule(config: PDMuxConfig) -> LayerRule:
+    if config.lane == "serial":  # a lane without a thread cannot stop between layers
+        return LayerRule(layers_per_group=ALL_LAYERS)
+    return LayerRule(config.layers_per_group, config.split_forward_token_budget)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler: vLLM's own, called once for each lane with the other lane's requests hidden.
+
+A request is in exactly one lane. It is admitted in the prefill view, hidden while its batch is in the lane, and enters
+the decode view when the batch has reported: from then on it is a running request like any other. When one of the two
+lanes has nothing to do, the step is stock vLLM's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_pdmux.activation import require_active, settings_of
+from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
+from vllm_pdmux.outputs import merge_outputs
+from vllm_pdmux.policy import Load
+from vllm_pdmux.policy_from_config import build_policy
+from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
+from vllm_pdmux.trace import StepTrace
+
+logger = init_logger("vllm.pdmux.scheduler")
+
+
+class PDMuxSchedulerMixin:
+    """Over one of vLLM's schedulers. It hides requests and delegates; no scheduling is done here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        require_active(self.vllm_config)
+        settings = settings_of(self.vllm_config)
+        # Without a device to split, the groups are those that the settings name.
+        self._pdmux_policy = build_policy(settings, settings.sm_group_num - 2)
+        self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
+        self.pdmux_trace = StepTrace(settings.trace_steps)
+        self._batch: PrefillBatch | None = None  # in the lane
+        self._next_batch_id = 0
+        self._drop: int | None = None  # a batch that the worker has still to be told to drop
+        self._prefill_prev_step: set[str] = set()  # prev_step_scheduled_req_ids of the prefill view
+        self._stats_muted = False
+        logger.info(
+            "PD-multiplexing scheduler: %s, policy %s, lane %s",
+            "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous",
+            settings.policy,
+            settings.lane,
+        )
+
+    # --- one engine step -------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """The decode lane's step, with the order for the prefill lane on it."""
+        if self._batch is None and not self._both_lanes_have_work(throttle_prefills):
+            return attach_order(super().schedule(throttle_prefills), self._take_drop(PrefillOrder()))
+        finished, self.finished_req_ids = self.finished_req_ids, set()  # for the view that goes to both runners
+        preempted: set[str] = set()
+        is_new = self._batch is None
+        if is_new:
+            preempted = self._begin_batch()
+        self.finished_req_ids |= finished
+        self.reset_preempted_req_ids |= preempted
+        output = self._schedule_decode()
+        return attach_order(output, self._take_drop(self._order_for(output, is_new)))
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Both lanes' results of a step, as one set of outputs."""
+        report = report_of(model_runner_output)
+        from_lane = {} if report is None else self._update_lane(report)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.pdmux_trace.record(scheduler_output, order_of(scheduler_output), report)
+        return merge_outputs(outputs, from_lane)
+
+    def _both_lanes_have_work(self, throttle_prefills: bool) -> bool:
+        if self._pause_state == PauseState.PAUSED_ALL:
+            return False
+        decoding = sum(not request.is_prefill_chunk for request in self.running)
+        if decoding == 0 or (throttle_prefills and not self.prefill_capacity_bound):
+            return False
+        waiting = len(self.waiting) + len(self.kv_holding_waiting) - self.num_waiting_for_streaming_input
+        return waiting > 0 or decoding < len(self.running)
+
+    def _begin_batch(self) -> set[str]:
+        """Let the prefill view admit a batch; the ids of requests that it preempted."""
+        prefilling = [request for request in self.running if request.is_prefill_chunk]
+        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        max_active, prev_step = self.max_num_active_reqs, self.prev_step_scheduled_req_ids
+        # The hidden requests keep their seats.
+        self.max_num_active_reqs = max(0, max_active - len(decoding))
+        self.prev_step_scheduled_req_ids = self._prefill_prev_step
+        try:
+            with self._visible(prefilling, hidden_before=decoding):
+                output = super().schedule()
+        finally:
+            self.max_num_active_reqs, self.prev_step_scheduled_req_ids = max_active, prev_step
+        if output.total_num_scheduled_tokens > 0:
+            grammar = own_grammar(self.get_grammar_bitmask(output))
+            requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
+            self._batch = PrefillBatch(self._next_batch_id, output, requests, grammar)
+            self._next_batch_id += 1
+        return output.preempted_req_ids or set()
+
+    def _schedule_decode(self) -> SchedulerOutput:
+        in_lane = self._batch.requests if self._batch else {}
+        decoding, others = [], []
+        for request in self.running:
+            is_decoding = not request.is_prefill_chunk and request.request_id not in in_lane
+            (decoding if is_decoding else others).append(request)
+        capacity_bound = self.prefill_capacity_bound
+        with self._visible(decoding, hidden_after=others), self._hidden_queues():
+            output = super().schedule()
+        self.prefill_capacity_bound = capacity_bound
+        return output
+
+    def _order_for(self, output: SchedulerOutput, is_new: bool) -> PrefillOrder:
+        batch = self._batch
+        if batch is None:
+            return PrefillOrder()
+        load = Load(len(output.num_scheduled_tokens), batch.num_tokens, self._model_layers)
+        decision = self._pdmux_policy.decide(load)
+        if is_new:
+            return PrefillOrder(batch.id, decision.layers, start=batch.output, grammar=batch.grammar)
+        return PrefillOrder(batch.id, decision.layers)
+
+    def _take_drop(self, order: PrefillOrder) -> PrefillOrder:
+        if self._drop is None:
+            return order
+        drop, self._drop = self._drop, None
+        return PrefillOrder(order.batch_id, order.layers, order.start, order.grammar, drop)
+
+    # --- a batch leaves the lane -----------------------------------------------------------------------------------
+
+    def _update_lane(self, report: LaneReport) -> dict[int, EngineCoreOutputs]:
+        batch = self._batch
+        if batch is None or report.batch_id != batch.id or not report.ended:
+            return {}
+        self._batch = None
+        if report.output is None:
+            return self._fail(batch, report.error or "unknown error")
+        output = batch.output_for(self.requests)
+        with self._muted_stats():
+            outputs = super().update_from_output(output, report.output)
+        self._free_held(batch)
+        return outputs
+
+    def _fail(self, batch: PrefillBatch, error: str) -> dict[int, EngineCoreOutputs]:
+        """End the requests of a batch that raised; the engine goes on."""
+        alive = self._leave_lane(batch)
+        logger.error("prefill failed (%s); ended with an error: %s", error, ", ".join(r.request_id for r in alive))
+        self.finish_requests([request.request_id for request in alive], RequestStatus.FINISHED_ERROR)
+        outputs: dict[int, EngineCoreOutputs] = {}
+        for request in alive:
+            outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[])).outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        return outputs
+
+    def _drop_batch(self) -> list[Request]:
+        """Abandon the batch in the lane; those of its requests that are alive.
+
+        Its blocks may be freed and reused at once: the worker drops the batch before it runs the step that reuses them.
+        """
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        self._drop = batch.id
+        return self._leave_lane(batch)
+
+    def _leave_lane(self, batch: PrefillBatch) -> list[Request]:
+        """Undo what an unfinished batch has left in the books, before its requests are ended or preempted."""
+        alive = batch.alive(self.requests)
+        block_ids = {block.block_id for blocks in batch.held_blocks for block in blocks}
+        for request in alive:
+            # No output will come for these tokens.
+            request.num_in_flight_tokens -= batch.output.num_scheduled_tokens[request.request_id]
+            block_ids.update(i for group in self.kv_cache_manager.get_block_ids(request.request_id) for i in group)
+        # vLLM has committed the hashes of blocks that were never computed.
+        self.kv_cache_manager.evict_blocks(block_ids)
+        self._free_held(batch)
+        return alive
+
+    def _free_held(self, batch: PrefillBatch) -> None:
+        for blocks in batch.held_blocks:
+            self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))  # tail blocks are evicted first
+        batch.held_blocks.clear()
+
+    # --- what may happen to a request in the lane ------------------------------------------------------------------
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        if self._batch is not None and not self._batch.alive(self.requests):
+            self._drop_batch()
+        return finished
+
+    def _free_request_blocks(self, request: Request) -> None:
+        batch = self._batch
+        if batch is not None and batch.requests.get(request.request_id) is request:
+            # Layers that read and write them are still to run.
+            batch.held_blocks.append(self.kv_cache_manager.pop_blocks_for_free(request))
+        else:
+            super()._free_request_blocks(request)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if reset_running_requests:
+            self._prefill_prev_step.clear()
+            if self._batch is not None:
+                self._drop_batch()  # stock preempts all that run, which those of the batch now do
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)
+        if pause_state == PauseState.PAUSED_ALL and self._batch is not None:
+            # A paused engine may get other weights: the chunk in the lane starts again when the engine resumes.
+            now = time.monotonic()
+            for request in reversed(self._drop_batch()):
+                self.running.remove(request)
+                self._preempt_request(request, now, drop_stale_output=True)
+
+    # --- hiding ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _visible(
+        self, requests: list[Request], hidden_before: Iterable[Request] = (), hidden_after: Iterable[Request] = ()
+    ) -> Iterator[None]:
+        """Only `requests` run; afterwards all do again, in the order of their admission."""
+        self.running = requests
+        try:
+            yield
+        finally:
+            self.running = [*hidden_before, *self.running, *hidden_after]
+
+    @contextmanager
+    def _hidden_queues(self) -> Iterator[None]:
+        """No request waits; those that are preempted meanwhile wait in front afterwards."""
+        waiting, kv_holding = self.waiting, self.kv_holding_waiting
+        self.waiting, self.kv_holding_waiting = create_request_queue(self.policy), create_request_queue(self.policy)
+        try:
+            yield
+        finally:
+            preempted, self.waiting, self.kv_holding_waiting = list(self.waiting), waiting, kv_holding
+            for request in reversed(preempted):
+                self.waiting.prepend_request(request)
+
+    @contextmanager
+    def _muted_stats(self) -> Iterator[None]:
+        """One step makes one set of statistics, though it is updated twice."""
+        self._stats_muted = True
+        try:
+            yield
+        finally:
+            self._stats_muted = False
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self._stats_muted else super().make_stats(*args, **kwargs)
+
+
+class PDMuxScheduler(PDMuxSchedulerMixin, StockScheduler):
+    """For engines that schedule synchronously."""
+
+
+class PDMuxAsyncScheduler(PDMuxSchedulerMixin, AsyncScheduler):
+    """For engines that schedule the next step while this one runs."""
+
+
+class Scheduler:
+    """``--scheduler-cls vllm_pdmux.Scheduler``: the class that fits the engine's ``async_scheduling``."""
+
+    def __new__(cls, *args: Any, vllm_config: Any, **kwargs: Any) -> Any:
+        require_active(vllm_config)
+        chosen = PDMuxAsyncScheduler if vllm_config.scheduler_config.async_scheduling else PDMuxScheduler
+        return chosen(*args, vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused at start, and why. An entry leaves the table when a test shows that it works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MIN_VERSION, END_VERSION = (0, 32), (0, 34)  # supported: MIN <= vLLM < END
+ALLOW_UNTESTED = "PDMUX_ALLOW_UNTESTED"
+
+
+class UnsupportedError(ValueError):
+    """Everything that keeps an engine from using the plugin, in one message."""
+
+    def __init__(self, found: list[str]):
+        self.problems = found
+        super().__init__("pdmux cannot serve this configuration: " + "; ".join(found))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A feature that is not supported: how to see that a config uses it, and the way out."""
+
+    feature: str
+    used: Callable[[VllmConfig], object]  # the offending value, or something false
+    remedy: str
+
+
+def _more_than_one(name: str) -> Callable[[VllmConfig], object]:
+    return lambda config: (size := getattr(config.parallel_config, name)) > 1 and f"{name}={size}"
+
+
+def _model_flag(name: str) -> Callable[[VllmConfig], object]:
+    return lambda config: getattr(config.model_config, name) and f"model {config.model_config.model}"
+
+
+REFUSALS = (
+    Refusal("pipeline parallelism", _more_than_one("pipeline_parallel_size"), "set --pipeline-parallel-size 1"),
+    Refusal("tensor parallelism", _more_than_one("tensor_parallel_size"), "set --tensor-parallel-size 1"),
+    Refusal("data parallelism", _more_than_one("data_parallel_size"), "start one server per GPU instead"),
+    Refusal(
+        "decode context parallelism",
+        _more_than_one("decode_context_parallel_size"),
+        "set --decode-context-parallel-size 1",
+    ),
+    Refusal(
+        "prefill context parallelism",
+        _more_than_one("prefill_context_parallel_size"),
+        "set --prefill-context-parallel-size 1",
+    ),
+    Refusal(
+        "dual batch overlap", lambda c: c.parallel_config.use_ubatching and "--enable-dbo", "drop --enable-dbo"
+    ),
+    Refusal(
+        "a KV connector",
+        lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,
+        "drop --kv-transfer-config: KV transfer is off on the prefill lane",
+    ),
+    Refusal("an encoder-cache connector", lambda c: c.ec_transfer_config and "ec_transfer_config", "drop it"),
+    Refusal(
+        "speculative decoding",
+        lambda c: c.speculative_config and c.speculative_config.method,
+        "drop --speculative-config",
+    ),
+    Refusal("LoRA", lambda c: c.lora_config and "--enable-lora", "drop --enable-lora"),
+    Refusal("encoder-decoder models", _model_flag("is_encoder_decoder"), "use a decoder-only model"),
+    Refusal(
+        "pooling models",
+        lambda c: c.model_config.runner_type != "generate" and f"--runner {c.model_config.runner_type}",
+        "use a generative model",
+    ),
+    Refusal("diffusion models", _model_flag("is_diffusion"), "use an autoregressive model"),
+    Refusal(
+        "multimodal inputs",
+        _model_flag("supports_multimodal_inputs"),
+        "serve it for text alone with --language-model-only",
+    ),
+    Refusal("prompt embeddings", _model_flag("enable_prompt_embeds"), "drop --enable-prompt-embeds"),
+    Refusal("models with Mamba or linear-attention layers", _model_flag("is_hybrid"), "use an attention-only model"),
+    Refusal("attention-free models", _model_flag("is_attention_free"), "use an attention model"),
+    Refusal(
+        "fast prefill with KV sharing",
+        lambda c: c.cache_config.kv_sharing_fast_prefill and "--kv-sharing-fast-prefill",
+        "drop --kv-sharing-fast-prefill",
+    ),
+    Refusal("auxiliary outputs", lambda c: c.aux_output_config.enabled and "aux_output_config", "disable them"),
+)
+
+
+def problems(vllm_config: VllmConfig, distribution: tuple[str, str], environ: Mapping[str, str]) -> list[str]:
+    """Everything that is refused in `vllm_config`: what, the value, and the way out. Empty when it can be served.
+
+    `distribution`: name and version of the installed vLLM.
+    """
+    found = []
+    for refusal in REFUSALS:
+        value = refusal.used(vllm_config)
+        if value:
+            found.append(f"{refusal.feature} ({value}) is not supported: {refusal.remedy}")
+    return found + _platform_problems() + version_problems(distribution, environ)
+
+
+def version_problems(distribution: tuple[str, str], environ: Mapping[str, str]) -> list[str]:
+    """vLLM outside the tested range, or without an internal that we use."""
+    from vllm_pdmux import internals
+
+    name, version = distribution
+    found = []
+    if environ.get(ALLOW_UNTESTED) != "1" and not MIN_VERSION <= _release(version) < END_VERSION:
+        supported = f">={'.'.join(map(str, MIN_VERSION))},<{'.'.join(map(str, END_VERSION))}"
+        found.append(
+            f"{name} {version} is outside the tested range {supported}: install a version inside it, "
+            f"or set {ALLOW_UNTESTED}=1 to try"
+        )
+    missing = internals.missing_from_installed()
+    found += [f"{name} {version} has no {item.describe()}: install a supported version" for item in missing]
+    return found
+
+
+def _release(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split(".")[:2]:
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _platform_problems() -> list[str]:
+    from vllm.platforms import current_platform
+
+    platform = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
+    if not platform.startswith("vllm.platforms."):
+        return [
+            f"the platform plugin {platform} is active: pdmux serves vLLM's own platforms; "
+            "uninstall the other plugin or leave it out of VLLM_PLUGINS"
+        ]
+    if not current_platform.is_cpu():
+        return [f"the platform {platform} is not supported: this version serves the CPU build of vLLM only"]
+    return []
