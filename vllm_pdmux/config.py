@@ -44,7 +44,7 @@ class Resolved:
 def resolve(inline: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Resolved:
     """The configuration of `additional_config["pdmux"]` (None: not given) and the environment.
 
-    Raises ConfigError: for one source with all of its problems, or for values of several sources that do not go together.
+    Raises ConfigError: for one source with all of its problems, or for values of several sources that disagree.
     """
     values: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, DEFAULT_ORIGIN)

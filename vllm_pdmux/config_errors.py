@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-_KINDS = {str: "a string", bool: "a boolean", float: "a float", dict: "a mapping", list: "a list"}
+_KINDS = {str: "a string", bool: "a boolean", float: "a float"}
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
@@ -34,9 +34,13 @@ def show(value: Any) -> str:
     """A short form of a user's value, with its kind where the value alone does not tell (the string "8", the 8.0)."""
     if value is None:
         return "null"
-    text = str(value).lower() if isinstance(value, bool) else _short.repr(value)
+    text = _plain(value) if isinstance(value, bool) else _short.repr(value)
     kind = _KINDS.get(type(value))
     return f"{text} ({kind})" if kind else text
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def wrong_value(field: str, value: Any, allowed: str, default: Any) -> str:
@@ -44,7 +48,7 @@ def wrong_value(field: str, value: Any, allowed: str, default: Any) -> str:
     if allowed.startswith("an integer") and isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
         remedy = "write the number without quotes"
     else:
-        remedy = f"change it, or remove it for the default ({'not set' if default is None else default})"
+        remedy = "change or remove it" if default is None else f"change it (the default is {_plain(default)})"
     return f"{field} is {show(value)} but must be {allowed}: {remedy}"
 
 

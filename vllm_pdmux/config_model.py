@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from vllm_pdmux.config_errors import show, wrong_value
 
-_ROWS_ALLOWED = "a list of rows of three integers, [prefill_sms >= 1, decode_sms >= 1, min_decode_batch >= 0]"
+_ROW_ALLOWED = "three integers, [prefill_sms >= 1, decode_sms >= 1, min_decode_batch >= 0]"
 
 
 def _rows(value: Any) -> Any:
@@ -20,10 +20,12 @@ def _rows(value: Any) -> Any:
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"manual_divisions is {show(value)} but must be {_ROWS_ALLOWED}: write it so, or remove it")
+        raise ValueError(
+            f"manual_divisions is {show(value)} but must be a list of rows, each of {_ROW_ALLOWED}: change it"
+        )
     wrong = [f"row {number} is {show(row)}" for number, row in enumerate(value, start=1) if not _is_row(row)]
     if wrong:
-        raise ValueError(f"manual_divisions {', '.join(wrong)} but must be {_ROWS_ALLOWED}: correct or remove the row")
+        raise ValueError(f"manual_divisions {', '.join(wrong)} but must be {_ROW_ALLOWED}: correct or remove the row")
     return tuple(tuple(row) for row in value)
 
 
@@ -120,7 +122,7 @@ def _fixed_group_problems(policy: str, fixed_group: int | None, groups: int | No
         text = "fixed_group is not set but policy fixed needs it: set it to 1 to sm_group_num - 2, or use policy table"
         return [Inconsistency(fields, text)]
     if policy != "fixed" and fixed_group is not None:
-        text = f"fixed_group is {fixed_group} but policy {policy} does not use it: set policy fixed or remove fixed_group"
+        text = f"fixed_group is {fixed_group} but policy {policy} does not use it: set policy fixed, or remove it"
         return [Inconsistency(fields, text)]
     if fixed_group is not None and groups is not None and fixed_group > groups - 2:
         text = f"fixed_group is {fixed_group} but must be 1 to {groups - 2}, as sm_group_num is {groups}: lower it"

@@ -24,7 +24,7 @@ def read_file(path: str, label: str) -> dict[Any, Any]:
         content = Path(full_path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"{label}: cannot be read as {full_path} ({reason}): correct the path or the rights") from None
+        raise ConfigError(f"{label}: cannot be read as {full_path} ({reason}): correct path or rights") from None
     values = _parse(content, label)
     if not values and not isinstance(values, (bool, int, float)):
         raise ConfigError(f"{label}: is empty: write at least one setting (such as sm_group_num: 8) or leave it out")
@@ -72,7 +72,8 @@ def _yaml_reason(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return str(error) or "nested too deeply"
-    return f"{error.problem or error.context}, line {mark.line + 1}, column {mark.column + 1}"
+    reason = ", ".join(part for part in (error.context, error.problem) if part)
+    return f"{reason}, line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _stray_key(key: Any, is_file: bool) -> str:

@@ -51,7 +51,13 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description="PD-multiplexing for vLLM.", allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in [chosen] if chosen else COMMANDS:
-        command = import_module(COMMANDS[name])
+        try:
+            command = import_module(COMMANDS[name])
+        except ImportError as error:
+            if chosen:
+                raise CommandError(f"not available here ({error}): install what it needs") from error
+            commands.add_parser(name, help=f"not available here ({error})")  # the other commands still have their help
+            continue
         subparser = commands.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)
         if chosen:
             command.add_arguments(subparser)

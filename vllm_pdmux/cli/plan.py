@@ -82,25 +82,28 @@ def _print_table(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "group", "prefill SMs", "decode SMs", "used with", title=f"{groups[0].prefill_sms} SMs")
+    table = Table("", "group", "prefill SMs", "decode SMs", "used for", title=f"{groups[0].prefill_sms} SMs")
     for group, use in zip(groups, _uses(groups, policy), strict=True):
         mark = ">" if group.index == chosen else ""
         table.add_row(mark, str(group.index), str(group.prefill_sms), str(group.decode_sms), use)
     Console(highlight=False).print(table)
     print(f"settings: {resolved.describe()}")
+    asked, found = resolved.config.sm_group_num - 2, len(groups) - 2
+    if found < asked:
+        print(f"this device has only {found} of the {asked} automatic splits that sm_group_num asks for")
     if layers is not None:
         print(f"layers of the prefill in each step: {layers}")
 
 
 def _uses(groups: Sequence[Group], policy: Policy) -> list[str]:
-    mixed = [group.index for group in groups[1:-1]]
     if isinstance(policy, TablePolicy):
         firsts = policy.first_batches()
         uses = [f"decode batch >= {first}" for first in firsts]
-        if firsts[0] > 1:
-            uses[0] = "other decode batches" if min(firsts) < firsts[0] else f"any below, and {uses[0]}"
+        if min(firsts) > 1:
+            uses[0] += ", or below every threshold"
     else:
-        uses = ["both lanes" if policy.decide(Load(1, 1, _ANY_LAYERS)).group == index else "never" for index in mixed]
+        always = policy.decide(Load(1, 1, _ANY_LAYERS)).group
+        uses = ["both lanes busy" if group.index == always else "never" for group in groups[1:-1]]
     return ["prefill alone", *uses, "decode alone"]
 
 

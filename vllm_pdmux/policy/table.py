@@ -33,10 +33,10 @@ class TablePolicy:
         return decide_alone(load, self.splits) or Decision(self._group(load.decode_batch), self.layers.layers(load))
 
     def first_batches(self) -> tuple[int, ...]:
-        """For each mixed group in order, the decode batch from which it qualifies; where several do, the largest wins."""
-        return self.thresholds or tuple(
-            -(-group * self.decode_bs_divisor // self.splits) for group in range(1, self.splits + 1)
-        )
+        """For each mixed group in order, the decode batch from which it qualifies; the largest that is met wins."""
+        if self.thresholds:
+            return self.thresholds
+        return 1, *(-(-group * self.decode_bs_divisor // self.splits) for group in range(2, self.splits + 1))
 
     def _group(self, decode_batch: int) -> int:
         if not self.thresholds:

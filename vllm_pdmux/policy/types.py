@@ -10,19 +10,19 @@ ALL_LAYERS = 1 << 30
 
 @dataclass(frozen=True)
 class Load:
-    """The work of the coming step: requests decoding, new tokens in the prefill batch (0: none), layers of the model."""
+    """The work of the coming step."""
 
-    decode_batch: int
-    prefill_tokens: int
+    decode_batch: int  # requests decoding
+    prefill_tokens: int  # new tokens in the prefill batch, 0 when there is none
     model_layers: int
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The stream group to run in and the layers to advance the prefill by; more than are left means all that are."""
+    """How the coming step runs."""
 
-    group: int
-    layers: int
+    group: int  # index of the stream group
+    layers: int  # to advance the prefill by; more than are left means all that are
 
 
 class Policy(Protocol):

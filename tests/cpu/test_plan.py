@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pdmux plan`: the answer of the policy on any machine, and one line for anything wrong."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_pdmux.cli import main
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "vllm_pdmux"
+
+
+@pytest.fixture(autouse=True)
+def no_environment_file(monkeypatch):
+    monkeypatch.delenv("PDMUX_CONFIG", raising=False)
+
+
+def run_module(*arguments, **environment):
+    """The command line in a process of its own, as a user runs it."""
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_pdmux", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def plan_json(capsys, *arguments):
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_group_for_a_load(capsys):
+    answer = plan_json(capsys, "--sms", "132", "--decode-batch", "12")
+    assert answer == {"group": 2, "prefill_sms": 104, "decode_sms": 28}
+
+
+@pytest.mark.parametrize(
+    "decode_batch, prefill_tokens, group, layers",
+    [("12", "8192", 2, 4), ("0", "8192", 0, 32), ("12", "0", 7, 0), ("400", "1", 6, 4)],
+)
+def test_layers_are_those_that_one_step_advances(capsys, decode_batch, prefill_tokens, group, layers):
+    load = ["--decode-batch", decode_batch, "--prefill-tokens", prefill_tokens, "--layers", "32"]
+    answer = plan_json(capsys, "--sms", "132", *load)
+    assert (answer["group"], answer["layers"]) == (group, layers)
+
+
+def test_without_a_load_all_groups(capsys):
+    groups = plan_json(capsys, "--sms", "108", "--compute-capability", "8.0")["groups"]
+    assert [group["group"] for group in groups] == list(range(8))
+    assert groups[0] == {"group": 0, "prefill_sms": 108, "decode_sms": 0, "min_decode_batch": None}
+    assert groups[1] == {"group": 1, "prefill_sms": 84, "decode_sms": 24, "min_decode_batch": None}
+
+
+@pytest.mark.parametrize("dotted, plain", [("9.0", "90"), ("8.6", "86"), ("10.3", "103"), ("12.0", "120")])
+def test_a_compute_capability_is_written_with_or_without_the_dot(capsys, dotted, plain):
+    answers = [plan_json(capsys, "--sms", "132", "--compute-capability", text) for text in (dotted, plain)]
+    assert answers[0] == answers[1]
+
+
+def test_the_table_marks_the_chosen_group(capsys):
+    assert main(["plan", "--sms", "132", "--decode-batch", "12", "--layers", "32"]) == 0
+    output = capsys.readouterr().out
+    (marked,) = [line for line in output.splitlines() if ">" in line.split("decode batch")[0]]
+    assert {"2", "104", "28"} <= set(marked.split())
+    assert "settings: all defaults" in output
+    assert "layers of the prefill in each step: 4" in output
+
+
+def test_the_table_says_when_the_device_has_fewer_splits_than_asked_for(capsys):
+    assert main(["plan", "--sms", "78"]) == 0
+    assert "only 3 of the 6 automatic splits" in capsys.readouterr().out
+
+
+def test_a_file_by_option_or_environment(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "pdmux.yml"
+    path.write_text("sm_group_num: 4\nmanual_divisions: [[64, 68, 10], [112, 20, 5]]")
+    expected = {"group": 1, "prefill_sms": 64, "decode_sms": 68}
+    assert plan_json(capsys, "--sms", "132", "--decode-batch", "12", "--config", str(path)) == expected
+    monkeypatch.setenv("PDMUX_CONFIG", str(path))
+    assert plan_json(capsys, "--sms", "132", "--decode-batch", "12") == expected
+    assert plan_json(capsys, "--sms", "132")["groups"][2]["min_decode_batch"] == 5
+
+
+@pytest.mark.parametrize(
+    "policy", ["policy: fixed\nfixed_group: 3", "sm_group_num: 3\nmanual_divisions: [[66, 66, 5]]"]
+)
+def test_every_policy_has_a_table(capsys, tmp_path, policy):
+    path = tmp_path / "pdmux.yml"
+    path.write_text(policy)
+    assert main(["plan", "--sms", "132", "--config", str(path)]) == 0
+    assert ("both lanes busy" in capsys.readouterr().out) == ("fixed" in policy)
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ([], "--sms"),
+        (["--sms", "0"], "argument --sms: is '0' but must be an integer, at least 1"),
+        (["--sms", "132", "--decode-batch", "-1"], "--decode-batch: is '-1'"),
+        (["--sms", "132", "--decode-batch", "x\ny"], "--decode-batch: is"),
+        (["--sms", "132", "--compute-capability", "hopper"], "--compute-capability: is 'hopper'"),
+        (["--sms", "132", "--compute-capability", "5.2"], "compute capability 5.2 is below 6.0"),
+        (["--sms", "20"], "20 SMs have none"),
+        (["--sms", "132", "--layers", "32"], "add --decode-batch"),
+        (["--sms", "132", "--no-such-option"], "--no-such-option"),
+        (["--sms", "132", "--config", "no\nsuch.yml"], "cannot be read"),
+        (["--sms", "132", "--config", ""], "config is ''"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(capsys, arguments, expected):
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("vllm-pdmux plan: ")
+    assert err.count("\n") == 1
+    assert expected in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["--no-such-option"]])
+def test_a_missing_or_unknown_command_is_one_line_and_exit_code_2(capsys, arguments):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    assert {"plan", "demo"} <= set(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("sm_group_num: 2", "at least 3"),
+        ("sm_group_num: [8", "not YAML"),
+        ("sm_group_num: 3\nmanual_divisions: [[112, 28, 1]]", "the device has 132, so 8 do not exist"),
+        ("sm_group_num: 3\nmanual_divisions: [[112, 12, 1]]", "the device has 132, so 8 would be left idle"),
+        ("policy: fixed\nfixed_group: 6\ntrace_steps: -1", "trace_steps is -1"),
+    ],
+)
+def test_a_bad_file_is_one_line_without_a_traceback(tmp_path, text, expected):
+    path = tmp_path / "pdmux.yml"
+    path.write_text(text)
+    done = run_module("plan", "--sms", "132", "--config", str(path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"vllm-pdmux plan: file {path}: ")
+    assert done.stderr.count("\n") == 1
+    assert expected in done.stderr
+
+
+def test_the_environment_file_is_named_as_such(tmp_path):
+    done = run_module("plan", "--sms", "132", PDMUX_CONFIG=str(tmp_path / "none.yml"))
+    assert done.returncode == 2
+    assert "none.yml (PDMUX_CONFIG): cannot be read" in done.stderr
+
+
+def test_planning_imports_neither_vllm_nor_torch_nor_another_command():
+    code = (
+        "import sys; from vllm_pdmux.cli import main; main(['plan', '--sms', '132']); "
+        "print(sorted({'vllm', 'torch', 'vllm_pdmux.cli.demo'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def imports(path):
+    """The modules that a file imports anywhere in it, lazily or not."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+@pytest.mark.parametrize(
+    "files, forbidden",
+    [
+        ("spatial/groups.py", ["vllm_pdmux.policy", "vllm_pdmux.config"]),
+        ("policy/*.py", ["vllm_pdmux.spatial", "vllm_pdmux.config"]),
+        ("config*.py", ["vllm_pdmux.spatial", "vllm_pdmux.policy"]),
+        ("policy_from_config.py", ["vllm_pdmux.spatial"]),
+        ("cli/plan.py", []),
+    ],
+)
+def test_policy_spatial_and_configuration_know_nothing_of_each_other(files, forbidden):
+    paths = list(PACKAGE.glob(files))
+    assert paths
+    for path in paths:
+        for name in imports(path):
+            assert name.split(".")[0] not in ("vllm", "torch"), f"{path} imports {name}"
+            assert not name.startswith(tuple(forbidden)), f"{path} imports {name}"
