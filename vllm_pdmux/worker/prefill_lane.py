@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -24,7 +25,7 @@ def build_lane(kind: str) -> Lane:
     if kind == "serial":
         return SerialLane()
     state = ForwardContextSwap()
-    return ThreadedLane(switch_in=state.swap, switch_out=state.swap)
+    return ThreadedLane(switch_in=state.swap, switch_out=state.swap, keep_thread=torch.accelerator.is_available())
 
 
 class PrefillLane:

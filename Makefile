@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# The environment lies in .venv, or where PDMUX_VENV says. ARGS reaches the command: make test ARGS="-k policy"
+PYTHON ?= python3
+PDMUX_VENV ?= .venv
+export PDMUX_VENV
+VENV_PYTHON = $(PDMUX_VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint bench-cpu clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo '  ARGS="..." is handed to the command; PDMUX_VENV=FOLDER puts the environment elsewhere than .venv'
+
+env:  ## make, repair or reuse the virtual environment (about two minutes the first time)
+	@$(PYTHON) .ci/setup_env.py
+
+demo: env  ## see prefill and decode share the CPU on a small model
+	@$(VENV_PYTHON) -m vllm_pdmux demo $(ARGS)
+
+test: env  ## run the tests that need no GPU
+	@$(VENV_PYTHON) -m pytest tests/cpu $(ARGS)
+
+bench-cpu: env  ## measure the hand-over between the lanes
+	@$(VENV_PYTHON) benchmarks/handover.py $(ARGS)
+
+# An environment without flake8 still finds what does not compile.
+lint: PY = $(if $(wildcard $(VENV_PYTHON)),$(VENV_PYTHON),$(PYTHON))
+lint:  ## flake8 where it is installed, else compile every file
+	@if $(PY) -c "import flake8" 2>/dev/null; then $(PY) -m flake8 vllm_pdmux tests benchmarks .ci; \
+	else echo "flake8 is not installed: compiling only"; $(PY) -m compileall -q vllm_pdmux tests benchmarks .ci; fi
+
+clean:  ## remove caches and build leftovers; keeps the environment and the demo model
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis
+	find vllm_pdmux tests benchmarks .ci -name __pycache__ -type d -prune -exec rm -rf {} +
