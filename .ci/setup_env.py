@@ -97,7 +97,7 @@ def follow(console: Console, command: list, env: dict):
         log.write(f"\n$ {' '.join(str(word) for word in command)}\n")
         child = subprocess.Popen([str(word) for word in command], cwd=str(ROOT), env=env, stdin=subprocess.DEVNULL,
                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True,
-                                 errors="replace", start_new_session=True)
+                                 errors="replace", start_new_session=True, close_fds=False)
         reader = threading.Thread(target=collect, args=(child.stdout, lines, log), daemon=True)
         reader.start()
         try:
@@ -196,7 +196,9 @@ def claim():
         elif not BEGUN.exists() and not ((VENV / "pyvenv.cfg").exists() and asks("import pip")):
             raise SetupError(f"{VENV} holds something that is no working environment: remove it, or name another folder: "
                              "PDMUX_VENV=FOLDER")
-        return LOG.open("a")
+        lock = LOG.open("a")
+        os.set_inheritable(lock.fileno(), True)  # A pip that outlives a killed run keeps the next run waiting.
+        return lock
     except OSError as error:
         raise SetupError(f"the environment's folder cannot be written ({error}): name another: PDMUX_VENV=FOLDER")
 

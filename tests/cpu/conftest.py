@@ -10,6 +10,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The tiny model gains nothing from a second core, and two teams of spinning workers lose much on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
@@ -54,6 +56,17 @@ def stock(stock_engine):
 def pdmux(pdmux_engine):
     yield pdmux_engine.fresh()
     pdmux_engine.assert_nothing_left()
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """caplog for vLLM's loggers, which do not propagate."""
+    import logging
+
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture

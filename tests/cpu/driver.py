@@ -139,12 +139,15 @@ class Driver:
 
 
 def _keep(result: Result, output: Any) -> None:
-    completions = sorted(output.outputs, key=lambda completion: completion.index)
-    result.tokens = [list(completion.token_ids) for completion in completions]
-    result.texts = [completion.text for completion in completions]
-    result.finish_reasons = [completion.finish_reason for completion in completions]
-    result.stop_reasons = [completion.stop_reason for completion in completions]
-    result.logprobs = [completion.logprobs for completion in completions]
+    for completion in output.outputs:  # of n samples, those that have something new
+        while len(result.tokens) <= completion.index:
+            for values in (result.tokens, result.texts, result.finish_reasons, result.stop_reasons, result.logprobs):
+                values.append([] if values is result.tokens else None)
+        result.tokens[completion.index] = list(completion.token_ids)
+        result.texts[completion.index] = completion.text
+        result.finish_reasons[completion.index] = completion.finish_reason
+        result.stop_reasons[completion.index] = completion.stop_reason
+        result.logprobs[completion.index] = completion.logprobs
     result.prompt_logprobs = output.prompt_logprobs or result.prompt_logprobs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
@@ -31,6 +32,7 @@ class PDMuxWorkerMixin:
         settings = settings_of(self.vllm_config)  # type: ignore[attr-defined]
         self._prefill_lane = PrefillLane(self.model_runner, settings.lane)  # type: ignore[attr-defined]
 
+    @torch.inference_mode()  # moving a request between the runners writes to their inference tensors
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         assert self._prefill_lane is not None
         self._order = order_of(scheduler_output) or _NOTHING
@@ -38,6 +40,7 @@ class PDMuxWorkerMixin:
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         return None if output is None else self._advance(output)
 
+    @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         return self._advance(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
