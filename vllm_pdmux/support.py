@@ -99,7 +99,10 @@ def problems(vllm_config: VllmConfig, distribution: tuple[str, str], environ: Ma
     """
     found = []
     for refusal in REFUSALS:
-        value = refusal.used(vllm_config)
+        try:
+            value = refusal.used(vllm_config)
+        except AttributeError:
+            continue  # a vLLM without this setting: `internals` lists it, so it is among the version problems
         if value:
             found.append(f"{refusal.feature} ({value}) is not supported: {refusal.remedy}")
     return found + _platform_problems() + version_problems(distribution, environ)

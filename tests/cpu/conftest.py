@@ -29,10 +29,13 @@ def start_engine():
     from driver import ENGINE, Driver
     from vllm import LLM
 
+    engines = []  # kept: when one is collected, vLLM tears down the process groups that all of them share
+
     def start(model, pdmux=None, **arguments):
         if pdmux is not None:
             arguments["additional_config"] = {"pdmux": {"trace_steps": 4096, **pdmux}}
-        return Driver(LLM(model=model, **{**ENGINE, **arguments}))
+        engines.append(Driver(LLM(model=model, **{**ENGINE, **arguments})))
+        return engines[-1]
 
     return start
 

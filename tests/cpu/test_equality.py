@@ -6,6 +6,7 @@ import json
 import pytest
 import tiny_model
 from driver import Arrival, prompt
+from tokens import assert_same
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -94,6 +95,15 @@ def test_seeded_sampling(assert_same_as_stock):
     assert_same_as_stock(arrivals)
 
 
+def test_seeded_sampling_of_a_prompt_that_is_chunked_in_the_lane(stock, pdmux):
+    """Stock vLLM's engine dies of this on a CPU, so the oracle is stock with the prompt in one chunk."""
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=25, ignore_eos=True)
+    arrivals = [*chats(2), late(200, params=params)]
+    pdmux.set_chunk(70)
+    assert_same(pdmux.run(arrivals), stock.run(arrivals))
+    assert len({step.batch_id for step in lane_steps(pdmux)}) == 3
+
+
 def test_several_samples_of_one_prompt(assert_same_as_stock):
     params = SamplingParams(n=3, temperature=0.8, seed=11, max_tokens=20, ignore_eos=True)
     results = assert_same_as_stock([*chats(), late(120, params=params)])
@@ -164,7 +174,7 @@ def test_structured_output(assert_same_as_stock, pdmux):
         [*chats(2), Arrival("early", prompt(30, 3), params), late(150, params=params), late(90, params=choice, name="c")]
     )
     assert set(json.loads(results["long"].texts[0])) == {"n"}
-    assert results["c"].texts[0] in ("yes", "no")
+    assert results["c"].texts[0].endswith(("yes", "no"))  # behind the end of a prompt that is not text
     assert lane_steps(pdmux)
 
 

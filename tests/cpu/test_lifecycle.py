@@ -131,11 +131,12 @@ def small_kv(start_engine, tiny_model_path):
 
 
 @pytest.mark.parametrize("layers", [1, 3, 1000])
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8, seed=9, max_tokens=60, ignore_eos=True)])
-def test_preemption_when_the_kv_cache_is_small(small_kv, layers, params):
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 9}], ids=["greedy", "seeded"])
+def test_preemption_when_the_kv_cache_is_small(small_kv, layers, sampling):
     stock, pdmux = (driver.fresh() for driver in small_kv)
     pdmux.set_layers_per_group(layers)
-    arrivals = [Arrival(f"r{i}", prompt(50 + 9 * i % 60, i), params, step=2 * i) for i in range(8)]
+    params = SamplingParams(max_tokens=110, ignore_eos=True, **sampling)
+    arrivals = [Arrival(f"r{i}", prompt(20 + 9 * i % 60, i), params, step=i) for i in range(8)]
     preempted = []
     expected = stock.run(arrivals)
     original = pdmux.scheduler._preempt_request
@@ -176,7 +177,7 @@ def test_priorities(start_engine, tiny_model_path, small_kv):
             if driver.in_lane(name) and name not in order:
                 order.append(name)
 
-    arrivals = [*chats(), late("first", 200, 5, 1), late("low", 150, 6, 2, priority=5), late("high", 150, 7, 3)]
+    arrivals = [*chats(), late("first", 200, 5, 1), late("low", 200, 6, 2, priority=5), late("high", 200, 7, 3)]
     pdmux.set_chunk(200)
     got = pdmux.run(arrivals, hook)
     assert order == ["high", "low"]

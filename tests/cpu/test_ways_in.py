@@ -24,6 +24,11 @@ def way(request):
     return request.param, resolve(*WAYS[request.param])
 
 
+@pytest.fixture(scope="module")
+def stock():
+    return resolve()
+
+
 def settings_line(resolved):
     assert not resolved.error
     (line,) = resolved.log_lines(SETTINGS)
@@ -48,10 +53,9 @@ def test_checking_the_configuration_or_a_copy_again_changes_nothing(way):
     assert resolved.checked_again == [[WORKER, "vllm_pdmux.Scheduler"]] * 3
 
 
-def test_nothing_but_worker_and_scheduler_changes(way):
-    _, resolved = way
-    stock = resolve().settings
-    differs = {name for name in stock.keys() | resolved.settings.keys() if stock.get(name) != resolved.settings.get(name)}
+def test_nothing_but_worker_and_scheduler_changes(way, stock):
+    before, after = stock.settings, way[1].settings
+    differs = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     changed = {name for name in differs if not re.search("additional_config|_supports_multimodal_inputs_cache", name)}
     assert changed == {"config.parallel_config.worker_cls", "config.scheduler_config.scheduler_cls"}
 

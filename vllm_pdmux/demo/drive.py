@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from vllm_pdmux.demo.engine import trace_of
@@ -117,7 +118,7 @@ class _Driver:
         if waits and named - {DOCUMENT}:
             self._decode_steps_ms.append(step_ms)
         self._progress.has_first_token = bool(self._token_times[DOCUMENT])
-        self._read_trace(step_ms)
+        self._read_trace(step_ms, waits)
 
     def _take(self, output: Any) -> bool:
         """Note what came for a request; whether it got a token."""
@@ -131,11 +132,11 @@ class _Driver:
         self._token_times[name].append(self._clock.now_ms)
         return True
 
-    def _read_trace(self, step_ms: float) -> None:
+    def _read_trace(self, step_ms: float, waits: bool) -> None:
         if self._trace is None:
             return
         for record in self._trace.steps:
-            if record.end_layer > record.first_layer:
+            if waits and record.end_layer > record.first_layer:
                 self._timeline.append(LayerStep(record.first_layer, record.end_layer, record.decode_batch, step_ms))
                 self._progress.layers_done = record.end_layer
         self._trace.clear()
@@ -144,7 +145,7 @@ class _Driver:
         document_ms = self._token_times[DOCUMENT]
         arrived_ms = self._clock.now_ms if self._arrived_ms is None else self._arrived_ms
         first_token_ms = document_ms[0] if document_ms else None
-        gaps = [gap for chat in self._workload.chats for gap in _gaps(self._token_times[chat.name])]
+        gaps = [gap for chat in self._workload.chats for gap in pairwise(self._token_times[chat.name])]
         end_ms = self._clock.now_ms if first_token_ms is None else first_token_ms
         return Run(
             texts={prompt.name: self._progress.texts.get(prompt.name, "") for prompt in self._workload.prompts},
@@ -154,8 +155,3 @@ class _Driver:
             decode_steps_ms=tuple(self._decode_steps_ms),
             timeline=tuple(self._timeline),
         )
-
-
-def _gaps(times_ms: list[float]) -> list[tuple[float, float]]:
-    """(start, end) between each token and the next."""
-    return list(zip(times_ms, times_ms[1:], strict=False))

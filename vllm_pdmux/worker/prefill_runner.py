@@ -8,6 +8,8 @@ builders), so the lanes share no scratch. It is built after the first runner has
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -27,6 +29,22 @@ def prefill_config(vllm_config: VllmConfig, view: LayerView) -> VllmConfig:
     return config
 
 
+@contextmanager
+def generators_set_aside(runner: Any) -> Iterator[None]:
+    """Let the rows of unfinished prompts be sampled without their seeded generators.
+
+    A V1 runner samples them too, drops the tokens and winds the generators back, which a CPU generator cannot do: stock
+    vLLM's engine dies of it. Chunked prompts are common in the lane, so the generators are not touched at all.
+    """
+    generators = runner.input_batch.generators
+    unfinished = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
+    aside = {row: generators.pop(row) for row in map(int, unfinished) if row in generators}
+    try:
+        yield
+    finally:
+        generators.update(aside)
+
+
 def build_prefill_runner(decode_runner: Any, lane: Lane) -> tuple[Any, LayerView]:
     """A second runner beside `decode_runner`, which has its model and its KV cache, and the view that suspends it."""
     vllm_config = decode_runner.vllm_config
@@ -40,6 +58,10 @@ def build_prefill_runner(decode_runner: Any, lane: Lane) -> tuple[Any, LayerView
             # The layers are bound to the decode lane's tensors already; allocating would bind them to new ones.
             self.kv_caches = decode_runner.kv_caches
             return {}
+
+        def sample_tokens(self, grammar_output: Any) -> Any:
+            with generators_set_aside(self):
+                return super().sample_tokens(grammar_output)
 
     with set_current_vllm_config(config):
         runner = PrefillRunner(config, decode_runner.device)

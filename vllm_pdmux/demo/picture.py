@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person sees: the chats as they stream, which layers ran beside which decode step, and the numbers."""
+
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from vllm_pdmux.demo.comparison import Comparison, summary, usable_cpus
+from vllm_pdmux.demo.drive import Progress, Run
+from vllm_pdmux.demo.workload import DOCUMENT, Workload
+
+Watch = Callable[[Progress], None]
+
+STOCK, PDMUX = "stock vLLM", "with pdmux"
+_LIVE_LINES = 3  # of each chat's text
+_REFRESH_S = 0.1
+_WIDEST = 100  # columns
+_WIDEST_BAR = 60
+
+
+class Silent:
+    """No picture, for --json: `say` gets one line for each thing that takes time."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+
+    def loading(self, name: str) -> None:
+        """An engine is about to start."""
+        self._say(f"{name}: starting the engine")
+
+    @contextmanager
+    def watching(self, name: str, workload: Workload, layers: int) -> Iterator[Watch]:
+        """A run is in progress; yields what has to be called as it goes."""
+        self._say(f"{name}: {describe(workload)}")
+        yield lambda progress: None
+
+    def ran(self, name: str, run: Run) -> None:
+        """A run has ended."""
+        self._say(f"{name}: {outcome(run)}")
+
+    def show(self, comparison: Comparison) -> None:
+        """Both runs have ended."""
+
+
+class Picture(Silent):
+    """On a terminal the chats are shown as they stream; elsewhere their texts are printed at the end."""
+
+    def __init__(self, console: Console):
+        super().__init__(lambda line: console.print(Text(line, style="dim")))
+        self._console = console
+
+    @contextmanager
+    def watching(self, name: str, workload: Workload, layers: int) -> Iterator[Watch]:
+        if not self._console.is_interactive:
+            with super().watching(name, workload, layers) as watch:
+                yield watch
+            return
+        # The last run's panels stay: its texts are the other's too.
+        with Live(console=self._console, auto_refresh=False, transient=name == STOCK) as live:
+            yield _throttled(lambda progress: live.update(panels(name, workload, layers, progress, self._console.width),
+                                                          refresh=True))
+
+    def show(self, comparison: Comparison) -> None:
+        print_ = self._console.print
+        if not self._console.is_interactive:
+            print_(texts(comparison))
+        print_(timeline(comparison))
+        print_(numbers(comparison))
+        print_(Text(verdict(comparison)))
+
+
+def console(file: TextIO) -> Console:
+    """Of the terminal's width, but no wider than is good to read."""
+    made = Console(file=file, highlight=False)
+    made.width = min(made.width, _WIDEST)
+    return made
+
+
+# --- while it runs ----------------------------------------------------------------------------------------------------
+
+
+def panels(name: str, workload: Workload, layers: int, progress: Progress, width: int) -> RenderableType:
+    """A panel for each chat, two in a row, and one for the document."""
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    cells = [_chat_panel(chat.name, chat.question, progress, width // 2) for chat in workload.chats]
+    for left, right in zip(cells[::2], [*cells[1::2], ""], strict=False):
+        grid.add_row(left, right)
+    return Group(Text(f"{name}: {describe(workload)}", style="bold"), grid, _document_panel(workload, layers, progress))
+
+
+def _chat_panel(name: str, question: str, progress: Progress, width: int) -> Panel:
+    ended = name in progress.finished
+    lines = tail(progress.texts.get(name, ""), width - 4, _LIVE_LINES)
+    return Panel(
+        Text("\n".join(lines)),
+        title=Text(question, style="bold"),
+        title_align="left",
+        border_style="green" if ended else "cyan",
+        height=_LIVE_LINES + 2,
+        box=box.ROUNDED,
+    )
+
+
+def _document_panel(workload: Workload, layers: int, progress: Progress) -> Panel:
+    tokens = len(workload.document.token_ids)
+    if progress.has_first_token:
+        state = f"prefilled, {layers} layers"
+    elif progress.document_arrived:
+        state = f"in prefill {layer_bar(0, progress.layers_done, layers)} {progress.layers_done}/{layers} layers"
+    else:
+        state = "arrives when every chat has streamed some tokens"
+    lines = tail(progress.texts.get(DOCUMENT, ""), _WIDEST - 4, _LIVE_LINES - 1)
+    return Panel(
+        Group(Text(state, style="yellow"), Text("\n".join(lines))),
+        title=Text(f"document of {tokens:,} tokens: {workload.document.question}", style="bold"),
+        title_align="left",
+        border_style="green" if DOCUMENT in progress.finished else "yellow",
+        height=_LIVE_LINES + 2,
+        box=box.ROUNDED,
+    )
+
+
+def _throttled(draw: Watch) -> Watch:
+    """`draw`, but seldom enough not to slow the demo down, and always when the document changes its state."""
+    last_s, last_state = 0.0, None
+
+    def watch(progress: Progress) -> None:
+        nonlocal last_s, last_state
+        state = (progress.document_arrived, progress.layers_done, progress.has_first_token, len(progress.finished))
+        now_s = time.perf_counter()
+        if state != last_state or now_s - last_s >= _REFRESH_S:
+            last_s, last_state = now_s, state
+            draw(progress)
+
+    return watch
+
+
+def tail(text: str, width: int, lines: int) -> list[str]:
+    """The last `lines` lines of `text`, wrapped to `width` columns."""
+    wrapped = [part for line in text.splitlines() if line.strip() for part in textwrap.wrap(line, max(width, 1))]
+    return wrapped[-lines:]
+
+
+# --- afterwards -------------------------------------------------------------------------------------------------------
+
+
+def layer_bar(first: int, end: int, layers: int, widest: int = _WIDEST_BAR) -> str:
+    """One character for each layer: ▒ ran before, █ [first, end), ░ to come. Scaled down to `widest` characters, where
+    a group of layers that ran keeps one at least."""
+    width = min(layers, widest)
+    start = min(first * width // layers, width - 1)
+    stop = end * width // layers
+    stop = max(stop, start + 1) if end > first else start
+    return "▒" * start + "█" * (stop - start) + "░" * (width - stop)
+
+
+def timeline(comparison: Comparison) -> Table:
+    """One row for each engine step in which the document was prefilled."""
+    layers, chats = comparison.facts.layers, comparison.facts.chats
+    table = Table(box=box.SIMPLE_HEAD, title="The steps from the document's arrival to its first token", min_width=_WIDEST)
+    for name, justify in (("", "left"), ("step", "right"), ("decode batch", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)
+    table.add_column(f"layers of the prefill (of {layers})", no_wrap=True)
+    table.add_column("step ms", justify="right", no_wrap=True)
+    for number, ms in enumerate(comparison.stock.decode_steps_ms, start=1):
+        bar = Text(layer_bar(0, layers, layers), style="red")
+        table.add_row(STOCK if number == 1 else "", str(number), str(chats), bar, _ms(ms))
+    table.add_section()
+    for number, step in enumerate(comparison.pdmux.timeline, start=1):
+        bar = Text(layer_bar(step.first_layer, step.end_layer, layers), style="green")
+        name = PDMUX if number == 1 else ""
+        table.add_row(name, str(number), str(step.decode_batch), bar, _ms(step.ms))
+    return table
+
+
+def numbers(comparison: Comparison) -> Table:
+    """The two engines side by side."""
+    facts, runs = comparison.facts, (comparison.stock, comparison.pdmux)
+    during = [summary(run.itl_during_prefill_ms) for run in runs]
+    overall = [summary(run.itl_ms) for run in runs]
+    steps = len(comparison.stock.decode_steps_ms), comparison.decode_steps
+    same = sum(comparison.equal.values())
+    title = f"{facts.vllm}, {facts.dtype}, {usable_cpus()} CPUs: {facts.chats} chats, {facts.document_tokens:,} tokens"
+    table = Table(box=box.SIMPLE_HEAD, title=title, min_width=_WIDEST)
+    table.add_column("")
+    table.add_column(STOCK, justify="right")
+    table.add_column(PDMUX, justify="right")
+    table.add_row("TTFT of the document", *[_ms(run.ttft_ms, " ms") for run in runs])
+    table.add_row("ITL of the chats during the prefill, median", *[_ms(s and s.median, " ms") for s in during])
+    table.add_row("ITL of the chats during the prefill, max", *[_ms(s and s.max, " ms") for s in during], style="bold")
+    table.add_row("ITL of the chats in the whole run, median", *[_ms(s and s.median, " ms") for s in overall])
+    table.add_row("ITL of the chats in the whole run, p99", *[_ms(s and s.p99, " ms") for s in overall])
+    table.add_row("decode steps during the prefill", *map(str, steps))
+    table.add_row("texts equal to stock's", "", f"{same} of {len(comparison.equal)}")
+    return table
+
+
+def texts(comparison: Comparison) -> Group:
+    """Every answer, and whether it is stock's."""
+    lines = []
+    for name, text in comparison.pdmux.texts.items():
+        mark = "equal to stock's" if comparison.equal[name] else "NOT STOCK'S"
+        lines.append(Text(f"{name} ({mark}): {' '.join(text.split())}"))
+    return Group(*lines)
+
+
+def verdict(comparison: Comparison) -> str:
+    """What the numbers show, and what they do not."""
+    before, after = (summary(run.itl_during_prefill_ms) for run in (comparison.stock, comparison.pdmux))
+    if comparison.failure is not None or before is None or after is None:
+        return f"Failed: {comparison.failure}."
+    why = "There are no SMs to split on a CPU and the total work is the same: " if _on_cpu(comparison) else ""
+    return (
+        f"{why}the longest pause of a chat went from {_ms(before.max)} to {_ms(after.max)} ms, the document's first "
+        f"token from {_ms(comparison.stock.ttft_ms)} to {_ms(comparison.pdmux.ttft_ms)} ms."
+    )
+
+
+def describe(workload: Workload) -> str:
+    """The workload in a few words."""
+    tokens = len(workload.document.token_ids)
+    return f"{len(workload.chats)} chats stream, a document of {tokens:,} tokens arrives"
+
+
+def outcome(run: Run) -> str:
+    """A run in a few words."""
+    longest = summary(run.itl_during_prefill_ms)
+    pause = "no chat was streaming" if longest is None else f"the chats waited up to {_ms(longest.max)} ms for a token"
+    return f"the document's first token after {_ms(run.ttft_ms)} ms; meanwhile {pause}"
+
+
+def _on_cpu(comparison: Comparison) -> bool:
+    return comparison.facts.device == "cpu"
+
+
+def _ms(value: float | None, unit: str = "") -> str:
+    if value is None:
+        return "-"
+    return (f"{value:,.0f}" if value >= 100 else f"{value:.1f}") + unit
