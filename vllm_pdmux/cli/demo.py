@@ -26,6 +26,7 @@ HELP = "Stream chats while a long document is prefilled, with stock vLLM and wit
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 _MOST = 10**6
 
 
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
             comparison = _compare(args, stdout)
     except DemoError as error:
         raise CommandError(str(error)) from error
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     if comparison.failure is None:
         return 0
     print(f"vllm-pdmux demo: failed: {comparison.failure}", file=sys.stderr)
@@ -93,14 +96,15 @@ def _compare(args: argparse.Namespace, stdout: TextIO) -> "Comparison":
 
 
 def _both_runs(options: "EngineOptions", args: argparse.Namespace, picture: "Picture") -> "Comparison":
-    from vllm_pdmux.demo.comparison import Comparison
+    from vllm_pdmux.demo.comparison import Comparison, load_average
     from vllm_pdmux.demo.engine import running_engine
     from vllm_pdmux.demo.picture import PDMUX, STOCK
 
+    load = load_average()
     picture.loading(STOCK)
     with running_engine(options, with_pdmux=False) as llm:
         workload = _workload(llm, args)
-        facts = _facts(llm, workload, options)
+        facts = _facts(llm, workload, options, load)
         stock = _measured(llm, workload, facts, picture, STOCK)
     picture.loading(PDMUX)
     with running_engine(options, with_pdmux=True) as llm:
@@ -127,7 +131,7 @@ def _workload(llm: Any, args: argparse.Namespace) -> "Workload":
     return workload
 
 
-def _facts(llm: Any, workload: "Workload", options: "EngineOptions") -> "Facts":
+def _facts(llm: Any, workload: "Workload", options: "EngineOptions", load: float) -> "Facts":
     from vllm.platforms import current_platform
 
     from vllm_pdmux.activation import metadata_version
@@ -139,6 +143,7 @@ def _facts(llm: Any, workload: "Workload", options: "EngineOptions") -> "Facts":
         dtype=str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
         vllm=" ".join(metadata_version()),
         device=current_platform.device_name,
+        load_average=load,
         layers=layers_of(llm),
         chats=len(workload.chats),
         document_tokens=len(workload.document.token_ids),

@@ -28,6 +28,7 @@ class Facts:
     dtype: str
     vllm: str  # distribution and version
     device: str  # the platform's name of it
+    load_average: float  # of the last minute before the start; not 0: other processes use the CPUs too
     layers: int  # of the model
     chats: int
     document_tokens: int  # of the whole prompt
@@ -85,7 +86,7 @@ class Comparison:
             "dtype": facts.dtype,
             "layers": facts.layers,
             "vllm": facts.vllm,
-            "machine": {"cpus": usable_cpus(), "device": facts.device},
+            "machine": {"cpus": usable_cpus(), "device": facts.device, "load_average": round(facts.load_average, 2)},
             "chats": facts.chats,
             "document_tokens": facts.document_tokens,
             "max_tokens": facts.max_tokens,
@@ -112,6 +113,11 @@ def usable_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def load_average() -> float:
+    """Processes that used the CPUs in the last minute, on average; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def _times(run: Run) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import date, timedelta
 from itertools import islice
 
-QUESTION = "According to this log, who built the light at Karrow Point, and of what stone?"
+QUESTION = "Who built the light at Karrow Point?"
 
 # The answer stands at the beginning, so that nothing but attention over the whole document finds it.
 _OPENING = (

@@ -2,6 +2,7 @@
 """The two engines: stock vLLM and the plugin, equal in everything else, each alone in this process while it runs."""
 
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -46,6 +47,8 @@ class EngineOptions:
 def prepare_environment() -> None:
     """Set what vLLM reads from the environment; must come before its import."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler's trace is read in this process
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("vllm").addHandler(logging.NullHandler())  # what vLLM says before it sets its logger up
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")  # deprecations inside vLLM and torch

@@ -25,6 +25,7 @@ _LIVE_LINES = 3  # of each chat's text
 _REFRESH_S = 0.1
 _WIDEST = 100  # columns
 _WIDEST_BAR = 60
+_BUSY = 0.5  # load average from which other processes are worth a mention
 
 
 class Silent:
@@ -55,7 +56,7 @@ class Picture(Silent):
     """On a terminal the chats are shown as they stream; elsewhere their texts are printed at the end."""
 
     def __init__(self, console: Console):
-        super().__init__(lambda line: console.print(Text(line, style="dim")))
+        super().__init__(lambda line: console.print(Text(line, style="dim"), soft_wrap=not console.is_interactive))
         self._console = console
 
     @contextmanager
@@ -66,22 +67,27 @@ class Picture(Silent):
             return
         # The last run's panels stay: its texts are the other's too.
         with Live(console=self._console, auto_refresh=False, transient=name == STOCK) as live:
-            yield _throttled(lambda progress: live.update(panels(name, workload, layers, progress, self._console.width),
-                                                          refresh=True))
+
+            def draw(progress: Progress) -> None:
+                live.update(panels(name, workload, layers, progress, self._console.width), refresh=True)
+
+            yield _throttled(draw)
 
     def show(self, comparison: Comparison) -> None:
-        print_ = self._console.print
-        if not self._console.is_interactive:
-            print_(texts(comparison))
-        print_(timeline(comparison))
-        print_(numbers(comparison))
-        print_(Text(verdict(comparison)))
+        show, on_paper = self._console.print, not self._console.is_interactive
+        if on_paper:
+            for line in texts(comparison):
+                show(line, soft_wrap=True)
+        show(timeline(comparison))
+        show(numbers(comparison))
+        for line in conclusions(comparison):
+            show(line, soft_wrap=on_paper)
 
 
 def console(file: TextIO) -> Console:
     """Of the terminal's width, but no wider than is good to read."""
     made = Console(file=file, highlight=False)
-    made.width = min(made.width, _WIDEST)
+    made.width = min(made.width, _WIDEST) if made.is_terminal else _WIDEST
     return made
 
 
@@ -206,24 +212,33 @@ def numbers(comparison: Comparison) -> Table:
     return table
 
 
-def texts(comparison: Comparison) -> Group:
+def texts(comparison: Comparison) -> list[Text]:
     """Every answer, and whether it is stock's."""
     lines = []
     for name, text in comparison.pdmux.texts.items():
         mark = "equal to stock's" if comparison.equal[name] else "NOT STOCK'S"
         lines.append(Text(f"{name} ({mark}): {' '.join(text.split())}"))
-    return Group(*lines)
+    return lines
+
+
+def conclusions(comparison: Comparison) -> list[Text]:
+    """What the numbers show, and what they do not."""
+    lines = [Text(verdict(comparison), style="bold")]
+    load = comparison.facts.load_average
+    if load >= _BUSY:
+        lines.append(Text(f"Other processes were using these CPUs (load average {load:.1f} before the start): times vary."))
+    return lines
 
 
 def verdict(comparison: Comparison) -> str:
-    """What the numbers show, and what they do not."""
+    """The two latencies that are traded, in one line."""
     before, after = (summary(run.itl_during_prefill_ms) for run in (comparison.stock, comparison.pdmux))
     if comparison.failure is not None or before is None or after is None:
         return f"Failed: {comparison.failure}."
-    why = "There are no SMs to split on a CPU and the total work is the same: " if _on_cpu(comparison) else ""
+    why = "A CPU has no SMs to split and the total work is the same: " if _on_cpu(comparison) else ""
     return (
-        f"{why}the longest pause of a chat went from {_ms(before.max)} to {_ms(after.max)} ms, the document's first "
-        f"token from {_ms(comparison.stock.ttft_ms)} to {_ms(comparison.pdmux.ttft_ms)} ms."
+        f"{why}the longest pause of a chat went from {_ms(before.max)} to {_ms(after.max)} ms, the document's TTFT "
+        f"from {_ms(comparison.stock.ttft_ms)} to {_ms(comparison.pdmux.ttft_ms)} ms."
     )
 
 

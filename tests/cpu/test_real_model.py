@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real model answers in real words, the same with and without the plugin: SmolLM2-135M-Instruct in bfloat16."""
+
+import pytest
+from driver import Arrival
+from tokens import assert_same
+from vllm import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+QUESTIONS = ["Name three primary colors.", "Write one sentence about the sea.", "What is the capital of France?"]
+FACTS = " ".join(f"Box number {i} holds {i * 3 % 17} apples and stands on shelf {i % 5}." for i in range(60))
+DOCUMENT = f"{FACTS} How many kinds of fruit are in the boxes, and which? Answer in one sentence."
+
+
+@pytest.fixture(scope="module")
+def model_path():
+    from vllm_pdmux.demo_model import ensure_model
+
+    return str(ensure_model())
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine, model_path):
+    settings = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_batched_tokens": 2048}
+    return [start_engine(model_path, pdmux=pdmux, **settings) for pdmux in (None, {})]
+
+
+def arrivals(driver):
+    tokenizer = driver.llm.get_tokenizer()
+
+    def chat(text):
+        messages = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    chats = [Arrival(f"chat{i}", chat(question), GREEDY) for i, question in enumerate(QUESTIONS)]
+    return [*chats, Arrival("document", chat(DOCUMENT), GREEDY, step=5)]
+
+
+@pytest.mark.parametrize("layers", [1, 7])
+def test_texts_equal_stocks(engines, layers):
+    stock, pdmux = (driver.fresh() for driver in engines)
+    pdmux.set_chunk(2048), stock.set_chunk(2048)
+    pdmux.set_layers_per_group(layers)
+    got = pdmux.run(arrivals(pdmux))
+    assert_same(got, stock.run(arrivals(stock)))
+    assert "Red" in got["chat0"].texts[0] and "Paris" in got["chat2"].texts[0]
+    steps = [step for step in pdmux.scheduler.pdmux_trace.steps if step.end_layer > step.first_layer]
+    assert len(steps) == -(-30 // layers)
+    pdmux.assert_nothing_left()
