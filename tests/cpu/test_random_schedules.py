@@ -8,81 +8,289 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from driver import ENGINE, LANE_THREAD, Arrival, prompt
-from hypothesis import HealthCheck, event, example, given, settings, target
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
 from vllm_pdmux.messages import order_of
+from vllm_pdmux.worker.prefill_runner import generators_set_aside
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "40"))
-BLOCK, MAX_TOKENS, MAX_PROMPT = ENGINE["block_size"], 25, 220
+BLOCK, MAX_PROMPT, MAX_TOKENS = ENGINE["block_size"], 220, 25
+SMALL_KV = 20  # blocks: three of the longest requests do not fit
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One request of a schedule. `abort` is the step after which it is aborted, None: never."""
+    """One request of a schedule."""
 
-    shared_blocks: int  # blocks of a prefix that all plans share
+    shared_blocks: int  # of a prefix that all prompts share
     own_tokens: int
-    content: int  # two plans with the same content and lengths have the same prompt
+    content: int  # prompts of equal lengths and content are equal
     max_tokens: int
     step: int
-    abort: int | None
-    abort_in_flight: bool  # the abort arrives while the step runs, not between two steps
+    abort: int | None  # the step after which it is aborted
+    abort_in_flight: bool  # it is aborted while that step runs, not after it
 
     @property
-    def tokens(self):
+    def tokens(self) -> list[int]:
         return [*prompt(self.shared_blocks * BLOCK, 1), *prompt(self.own_tokens, 100 + self.content)]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    plans: tuple[Plan, ...]
+    """What happens to an engine."""
+
+    plans: list[Plan]
     layers: int
     chunk: int
     seed: int | None  # None: greedy
     max_active: int
-    disturbance: str  # what happens once, after `disturbed_at`
-    disturbed_at: int
-
-
-DISTURBANCES = ["none", "reset", "pause", "pause and reset", "pause new"]
+    disturbance: str  # of DISTURBANCES, once
+    disturbed_at: int  # the step after which it happens
 
 
 @st.composite
-def plans(draw, max_prompt):
-    shared = draw(st.integers(0, max(0, max_prompt - 1) // BLOCK))
+def some_plan(draw):
+    shared = draw(st.integers(0, (MAX_PROMPT - 1) // BLOCK))
     step = draw(st.integers(0, 30))
-    aborted = draw(st.booleans()) and draw(st.booleans())
     return Plan(
         shared_blocks=shared,
-        own_tokens=draw(st.integers(1, max_prompt - shared * BLOCK)),
+        own_tokens=draw(st.integers(1, MAX_PROMPT - shared * BLOCK)),
         content=draw(st.integers(0, 3)),
         max_tokens=draw(st.integers(1, MAX_TOKENS)),
         step=step,
-        abort=step + draw(st.integers(0, 20)) if aborted else None,
+        abort=draw(st.none() | st.none() | st.integers(step, step + 20)),
         abort_in_flight=draw(st.booleans()),
     )
 
 
-@st.composite
-def schedules(draw):
-    chunk = draw(st.sampled_from([16, 50, 256]))
-    # A CPU generator cannot be wound back: stock vLLM's steps die of a seeded prompt that is split. The budget of a
-    # step is shared, so only requests that fit in it together are never split.
-    seed = draw(st.none() | st.integers(0, 99)) if chunk == 256 else None
-    count = draw(st.integers(1, 8))
-    return Schedule(
-        plans=tuple(draw(plans(MAX_PROMPT if seed is None else chunk // count)) for _ in range(count)),
-        layers=draw(st.sampled_from([1, 2, 3, 7, 1000])),
-        chunk=chunk,
-        seed=seed,
-        max_active=draw(st.sampled_from([16, 16, 16, 3, 1])),
-        disturbance=draw(st.sampled_from(DISTURBANCES)),
-        disturbed_at=draw(st.integers(1, 40)),
+def some_schedule():
+    return st.builds(
+        Schedule,
+        plans=st.lists(some_plan(), min_size=1, max_size=8),
+        layers=st.sampled_from([1, 2, 3, 7, 1000]),
+        chunk=st.sampled_from([16, 50, 256]),
+        seed=st.none() | st.integers(0, 99),
+        max_active=st.sampled_from([16, 16, 16, 3, 1]),
+        disturbance=st.sampled_from(list(DISTURBANCES)),
+        disturbed_at=st.integers(1, 40),
     )
+
+
+# --- what may happen once in a schedule -----------------------------------------------------------------------------
+
+
+def nothing(driver):
+    """The schedule runs as it is."""
+
+
+def reset(driver):
+    """All running requests are preempted and the prefix cache is emptied."""
+    assert driver.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+def pause(driver):
+    """Nothing runs until some steps later."""
+    driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+
+def pause_for_new_weights(driver):
+    """vLLM's pause mode "keep": the KV cache of all requests is dropped too."""
+    pause(driver)
+    reset(driver)
+
+
+def pause_new(driver):
+    """What runs goes on, what waits waits until some steps later."""
+    driver.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+
+
+DISTURBANCES = {action.__name__: action for action in (nothing, reset, pause, pause_for_new_weights, pause_new)}
+PAUSE_STEPS = 3
+
+
+class Script:
+    """A hook that aborts and disturbs at the steps that the schedule names."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+
+    def __call__(self, driver):
+        step = driver.step_number
+        for name, plan in named(self.schedule).items():
+            if plan.abort is not None and step == plan.abort - plan.abort_in_flight:
+                abort_in_flight(driver, name) if plan.abort_in_flight else driver.abort(name)
+        if step == self.schedule.disturbed_at:
+            DISTURBANCES[self.schedule.disturbance](driver)
+        if step == self.schedule.disturbed_at + PAUSE_STEPS:
+            driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def abort_in_flight(driver, name):
+    """Abort a request so that the engine hears of it between the next step's execution and its update."""
+    driver.core.aborts_queue.put(driver.engine.output_processor.abort_requests([name], internal=False))
+
+
+def named(schedule):
+    return {f"r{i}": plan for i, plan in enumerate(schedule.plans)}
+
+
+# --- what must hold in every step -----------------------------------------------------------------------------------
+
+
+class Watch:
+    """Checks every step of an engine, from what was scheduled and from what the lane reported."""
+
+    def __init__(self, driver):
+        self.driver, self.scheduler = driver, driver.scheduler
+        self.output = None  # of the step that runs
+        self.was_idle = False
+        self.layer_of = {}  # batch id -> the layer where it stands
+
+    def __enter__(self):
+        original = self.scheduler.schedule
+
+        def schedule(*args):
+            self.output = original(*args)
+            self.check_scheduled()
+            return self.output
+
+        self.scheduler.schedule = schedule
+        return self
+
+    def __exit__(self, *exc_info):
+        del self.scheduler.schedule
+
+    def check_scheduled(self):
+        batch = self.scheduler._batch
+        if batch is None:
+            return
+        assert not batch.requests.keys() & self.output.num_scheduled_tokens.keys(), "a request is in both lanes"
+        manager = self.scheduler.kv_cache_manager
+        in_use = [block for blocks in batch.held_blocks for block in blocks]
+        for request in batch.alive(self.scheduler.requests):
+            in_use += [block for group in manager.get_blocks(request.request_id).blocks for block in group]
+        assert all(block.ref_cnt > 0 for block in in_use), "a block is free while layers are to write it"
+
+    def check_step(self):
+        """Called after each step; a paused engine makes none."""
+        assert sum(thread.name == LANE_THREAD for thread in threading.enumerate()) <= 1
+        if self.output is None:
+            return
+        output, self.output = self.output, None
+        order, record = order_of(output), self.scheduler.pdmux_trace.steps[-1]
+        if order.batch_id is not None:
+            assert record.batch_id == order.batch_id
+            assert record.first_layer == self.layer_of.get(order.batch_id, 0), "a layer was left out or run twice"
+            assert record.end_layer > record.first_layer, "the lane stood still"
+            self.layer_of[order.batch_id] = record.end_layer
+        idle = output.total_num_scheduled_tokens == 0 and order.batch_id is None
+        assert not (idle and self.was_idle and self.scheduler.has_unfinished_requests()), "no lane does anything"
+        self.was_idle = idle
+
+
+# --- the engines ----------------------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """Stock vLLM, one request at a time: its tokens depend on no other request, and no prompt of it is chunked."""
+
+    def __init__(self, driver):
+        self.driver, self.answers = driver, {}
+
+    def tokens(self, plan, seed):
+        key = (tuple(plan.tokens), seed)
+        if key not in self.answers:
+            arrival = Arrival("alone", plan.tokens, sampling(MAX_TOKENS, seed))
+            self.answers[key] = self.driver.run([arrival])["alone"].tokens[0]
+        return self.answers[key][: plan.max_tokens]
+
+
+class Subject:
+    """The engine with the plugin; a new one after a failure, so that the next example starts with a sound one."""
+
+    def __init__(self, start):
+        self.start, self.driver = start, None
+
+    def __enter__(self):
+        if self.driver is None:
+            self.driver = self.start()
+            repair_seeded_chunks(self.driver.worker.model_runner)
+        return self.driver.fresh()
+
+    def __exit__(self, exc_type, *_):
+        self.driver.scheduler.max_num_active_reqs = ENGINE["max_num_seqs"]
+        if exc_type is not None:
+            self.driver = None
+
+
+def repair_seeded_chunks(runner):
+    """Let the engine's own steps sample a seeded prompt that is chunked, of which stock vLLM dies on a CPU."""
+    original = runner.sample_tokens
+
+    def sample_tokens(grammar_output):
+        with generators_set_aside(runner):
+            return original(grammar_output)
+
+    runner.sample_tokens = sample_tokens
+
+
+def sampling(max_tokens, seed):
+    random = {"temperature": 0} if seed is None else {"temperature": 0.9, "seed": seed}
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **random)
+
+
+@pytest.fixture(scope="module")
+def oracle(start_engine, tiny_model_path):
+    return Oracle(start_engine(tiny_model_path))
+
+
+@pytest.fixture(scope="module", params=["fcfs", "priority"])
+def subject(start_engine, tiny_model_path, request):
+    options = {"num_gpu_blocks_override": SMALL_KV, "scheduling_policy": request.param}
+    return Subject(lambda: start_engine(tiny_model_path, pdmux={}, **options))
+
+
+@settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+)
+@given(schedule=some_schedule())
+def test_any_schedule(oracle, subject, schedule):
+    """Tokens of requests that were not aborted are stock's, those of the others a beginning of stock's."""
+    with subject as pdmux:
+        pdmux.set_layers_per_group(schedule.layers)
+        pdmux.set_chunk(schedule.chunk)
+        pdmux.scheduler.max_num_active_reqs = schedule.max_active
+        got = run(pdmux, schedule)
+        for name, plan in named(schedule).items():
+            expected, tokens = oracle.tokens(plan, schedule.seed), (got[name].tokens or [[]])[0]
+            if plan.abort is None:
+                assert tokens == expected, f"tokens of {name}"
+            else:
+                assert tokens == expected[: len(tokens)], f"tokens of {name}"
+        pdmux.assert_nothing_left()
+
+
+def run(pdmux, schedule):
+    script = Script(schedule)
+    arrivals = [
+        Arrival(name, plan.tokens, sampling(plan.max_tokens, schedule.seed), plan.step, priority=plan.content)
+        for name, plan in named(schedule).items()
+    ]
+    with Watch(pdmux) as watch:
+
+        def after_step(driver):
+            watch.check_step()
+            script(driver)
+
+        return pdmux.run(arrivals, after_step)

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 
 import openai
 import psutil
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LAYERS, LAYERS_PER_GROUP = 30, 2
 QUESTIONS = ("Tell me a story about a dog.", "Why is the sky blue?", "Write a letter to a friend.")
-LONG_PROMPT = " ".join(f"Ship {number} carries {number * 7 % 50} boxes." for number in range(130)) + " Which ship is full?"
+LONG_PROMPT = " ".join(f"Ship {number} carries {number * 7 % 50} boxes." for number in range(150)) + " Which ship is full?"
 EXIT_STATUS_OF_STOCK = 0  # what a server without the plugin gives after SIGTERM, while it drains or aborts
 DRAIN_S = 240
 
@@ -140,43 +141,54 @@ def all_streaming(server, salt, max_tokens):
     return chats
 
 
+@dataclass
+class Together:
+    gained: list[int]  # pieces of each running answer between the arrival of the long prompt and its first piece
+    texts: list[str]
+
+
+@pytest.fixture(scope="module")
+def together(server):
+    """Three answers are streaming when a client comes with a long prompt."""
+    chats = all_streaming(server, "together", 60)
+    before = [len(chat.pieces) for chat in chats]
+    long = Chat(server, LONG_PROMPT, 8, "together")
+    long.wait_until(lambda: long.pieces)
+    gained = [len(chat.pieces) - count for chat, count in zip(chats, before)]
+    return Together(gained, [chat.text() for chat in (*chats, long)])
+
+
+@pytest.fixture(scope="module")
+def alone(server):
+    """The same requests one after the other: each is stock vLLM's prefill, then stock vLLM's decode."""
+    prompts = zip((*QUESTIONS, LONG_PROMPT), (60, 60, 60, 8))
+    return [Chat(server, prompt, max_tokens, "alone").text() for prompt, max_tokens in prompts]
+
+
 def test_one_client_streams_an_answer(server):
     chat = Chat(server, "Hello!", 16, "one")
     assert chat.text() and len(chat.pieces) > 8
 
 
-def test_answers_go_on_while_a_long_prompt_is_prefilled(server):
-    """A stock step would prefill the prompt at once; here each layer group lets every running answer have a token."""
-    chats = all_streaming(server, "steps", 120)
-    before = [len(chat.pieces) for chat in chats]
-    long = Chat(server, LONG_PROMPT, 4, "steps")
-    long.wait_until(lambda: long.pieces)
-    gained = [len(chat.pieces) - count for chat, count in zip(chats, before)]
-    assert min(gained) >= LAYERS // LAYERS_PER_GROUP // 2, gained
-    assert all(chat.text() for chat in (*chats, long))
+def test_running_answers_go_on_while_a_long_prompt_is_prefilled(together):
+    """A stock step would prefill this prompt at once; here each layer group lets every running answer have a token."""
+    assert min(together.gained) >= LAYERS // LAYERS_PER_GROUP // 2, together.gained
 
 
-def test_texts_of_clients_at_once_are_those_of_each_alone(server):
-    chats = all_streaming(server, "together", 64)
-    chats.append(Chat(server, LONG_PROMPT, 16, "together"))
-    together = [chat.text() for chat in chats]
-    prompts = zip((*QUESTIONS, LONG_PROMPT), (64, 64, 64, 16))
-    alone = [Chat(server, prompt, max_tokens, "alone").text() for prompt, max_tokens in prompts]
-    assert together == alone
+def test_the_texts_of_clients_at_once_are_those_of_each_alone(together, alone):
+    assert together.texts == alone
 
 
-def test_sigterm_in_mid_prefill_finishes_what_runs_and_leaves_nothing(server):
+def test_sigterm_in_mid_prefill_finishes_what_runs_and_leaves_no_process(server, alone):
     """The last test of this server."""
-    expected = Chat(server, LONG_PROMPT, 8, "before").text()
-    chats = all_streaming(server, "sigterm", 100)
+    chats = all_streaming(server, "sigterm", 60)
     long = Chat(server, LONG_PROMPT, 8, "sigterm")
     long.wait_until(lambda: server.num_running() == len(chats) + 1)
     assert not long.pieces, "its prefill is over"
     family = server.descendants()
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == EXIT_STATUS_OF_STOCK
-    assert long.text() == expected
-    assert all(chat.text() for chat in chats)
+    assert server.process.wait(HANG_LIMIT_S) == EXIT_STATUS_OF_STOCK
+    assert [chat.text() for chat in (*chats, long)] == alone
     assert still_alive(family) == []
 
 

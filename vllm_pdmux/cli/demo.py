@@ -96,15 +96,14 @@ def _compare(args: argparse.Namespace, stdout: TextIO) -> "Comparison":
 
 
 def _both_runs(options: "EngineOptions", args: argparse.Namespace, picture: "Picture") -> "Comparison":
-    from vllm_pdmux.demo.comparison import Comparison, load_average
+    from vllm_pdmux.demo.comparison import Comparison
     from vllm_pdmux.demo.engine import running_engine
     from vllm_pdmux.demo.picture import PDMUX, STOCK
 
-    load = load_average()
     picture.loading(STOCK)
     with running_engine(options, with_pdmux=False) as llm:
         workload = _workload(llm, args)
-        facts = _facts(llm, workload, options, load)
+        facts = _facts(llm, workload, options)
         stock = _measured(llm, workload, facts, picture, STOCK)
     picture.loading(PDMUX)
     with running_engine(options, with_pdmux=True) as llm:
@@ -131,11 +130,12 @@ def _workload(llm: Any, args: argparse.Namespace) -> "Workload":
     return workload
 
 
-def _facts(llm: Any, workload: "Workload", options: "EngineOptions", load: float) -> "Facts":
+def _facts(llm: Any, workload: "Workload", options: "EngineOptions") -> "Facts":
     from vllm.platforms import current_platform
 
     from vllm_pdmux.activation import metadata_version
     from vllm_pdmux.demo.comparison import Facts
+    from vllm_pdmux.demo.contention import usable_cpus
     from vllm_pdmux.demo.engine import layers_of
 
     return Facts(
@@ -143,7 +143,7 @@ def _facts(llm: Any, workload: "Workload", options: "EngineOptions", load: float
         dtype=str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
         vllm=" ".join(metadata_version()),
         device=current_platform.device_name,
-        load_average=load,
+        cpus=usable_cpus(),
         layers=layers_of(llm),
         chats=len(workload.chats),
         document_tokens=len(workload.document.token_ids),

