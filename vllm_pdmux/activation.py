@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_pdmux.config import PDMuxConfig, Resolved, resolve
+from vllm_pdmux.config import ENVIRONMENT_VARIABLE, PDMuxConfig, Resolved, resolve
 from vllm_pdmux.support import UnsupportedError, problems
 
 if TYPE_CHECKING:
@@ -123,6 +123,10 @@ def activate(vllm_config: VllmConfig, environ: Mapping[str, str]) -> None:
         return  # a config that vLLM makes in passing, or one that is prepared already
     reason = asked_by(vllm_config, environ)
     if reason is None:
+        if environ.get(ENVIRONMENT_VARIABLE) and "PDMUX" not in environ:
+            _logger().warning(
+                "%s is set but nothing asks for pdmux: set PDMUX=1 to use it, or unset it", ENVIRONMENT_VARIABLE
+            )
         return
     resolved = resolve(_inline(vllm_config), environ)
     found = problems(vllm_config, metadata_version(), environ)
@@ -172,10 +176,14 @@ def _is_on(environ: Mapping[str, str]) -> bool:
     raise ActivationError(f"PDMUX={environ['PDMUX']!r}: it must be 1 (use the plugin) or 0 (do not)")
 
 
-def _log(vllm_config: VllmConfig, resolved: Resolved, reason: str, worker: str) -> None:
+def _logger() -> Any:
     from vllm.logger import init_logger
 
-    logger = init_logger("vllm.pdmux")
+    return init_logger("vllm.pdmux")
+
+
+def _log(vllm_config: VllmConfig, resolved: Resolved, reason: str, worker: str) -> None:
+    logger = _logger()
     logger.info(
         "PD-multiplexing is active, asked for by %s: scheduler %s (%s), worker %s instead of %s",
         reason,

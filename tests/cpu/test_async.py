@@ -15,14 +15,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_model
 import torch
-from driver import ENGINE, LANE_THREAD, prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
@@ -33,13 +32,15 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.worker.worker_base import CompilationTimes
-
-from vllm_pdmux.messages import attach_report, report_of
+from vllm_pdmux.messages import attach_report, order_of, report_of
 from vllm_pdmux.policy import LayerRule, TablePolicy
 from vllm_pdmux.scheduler import PDMuxAsyncScheduler
 from vllm_pdmux.worker.worker import PDMuxWorkerMixin
+
+import tiny_model
+from driver import ENGINE, LANE_THREAD, prompt
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "60"))
 BLOCK, BLOCKS, LAYERS, VOCAB = ENGINE["block_size"], 20, tiny_model.LAYERS, 251
@@ -373,3 +374,374 @@ class Engine:
             assert scheduler._batch is None and lane._batch_id is None
             assert not lane._runner.requests and not lane._finished_req_ids
             assert not [thread for thread in threading.enumerate() if thread.name == LANE_THREAD]
+
+
+# --- one thing at a time --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stock_engine(tiny_model_path):
+    return Engine(tiny_model_path, StandInExecutor, None)
+
+
+@pytest.fixture(scope="module")
+def pdmux_engine(tiny_model_path):
+    return Engine(tiny_model_path, StandInPDMuxExecutor, {})
+
+
+@pytest.fixture(params=[0, 1, 2], ids=lambda steps: f"reported {steps} steps late")
+def pdmux(pdmux_engine, request):
+    yield pdmux_engine.fresh(report_delay=request.param)
+    pdmux_engine.assert_nothing_left()
+
+
+def chats(n=3, max_tokens=40):
+    """Requests that decode while something else arrives."""
+    return [Arrival(f"chat{i}", prompt(20 + 7 * i, i), max_tokens) for i in range(n)]
+
+
+def late(name="long", length=200, step=5, seed=100, **options):
+    return Arrival(name, prompt(length, seed), step=step, **options)
+
+
+def assert_answers(got, arrivals, *but):
+    for arrival in arrivals:
+        if arrival.name not in but:
+            assert got[arrival.name] == arrival.answer, f"tokens of {arrival.name}"
+
+
+class Once:
+    """A hook that does `action` the first time `when` holds."""
+
+    def __init__(self, when, action):
+        self.when, self.action, self.done = when, action, False
+
+    def __call__(self, engine):
+        if not self.done and self.when(engine):
+            self.done = True
+            self.action(engine)
+
+
+def test_the_engine_is_asynchronous(stock_engine, pdmux_engine):
+    assert isinstance(pdmux_engine.scheduler, PDMuxAsyncScheduler)
+    for engine in (stock_engine, pdmux_engine):
+        assert isinstance(engine.scheduler, AsyncScheduler)
+        assert engine.core.step_fn == engine.core.step_with_batch_queue and engine.core.batch_queue_size == 2
+
+
+@pytest.mark.parametrize("layers", [1, 3, 1000])
+@pytest.mark.parametrize("chunk", [50, 256])
+def test_arrivals_while_others_decode(pdmux, layers, chunk):
+    pdmux.fresh(layers, chunk, pdmux.worker.report_delay)
+    arrivals = [*chats(), late(), late("same", step=9), late("short", 3, 9, 4), late("burst", 60, 9, 5)]
+    assert_answers(pdmux.run(arrivals), arrivals)
+    steps = pdmux.lane_steps()
+    assert {step.batch_ended for step in steps} == {False, True} or layers == 1000
+    assert max(step.decode_batch for step in steps) >= 3, "no layers ran beside a decode step"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_the_first_tokens_are_the_last(pdmux, max_tokens):
+    arrivals = [*chats(), late(max_tokens=max_tokens), late("again", step=20, max_tokens=max_tokens)]
+    assert_answers(pdmux.run(arrivals), arrivals)
+    assert pdmux.reasons["long"] == "length"
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_stop_ids(pdmux, at):
+    """The scheduler learns of a stop one step too late: the token behind it is dropped."""
+    stop = [late().answer[at]]
+    arrivals = [*chats(), late(stop=stop), late("after", 150, 12, 8)]
+    assert_answers(pdmux.run(arrivals), arrivals)
+    assert pdmux.reasons["long"] == "stop" and len(pdmux.tokens["long"]) <= at + 1
+
+
+STAGES = {
+    "queued": lambda engine: engine.step_number == 5 and not engine.in_lane("long"),
+    "in a middle group": lambda engine: engine.in_lane("long") and engine.layer() == 4,
+    "in the last group": lambda engine: engine.in_lane("long") and engine.layer() == LAYERS,
+    "just joined": lambda engine: engine.step_number > 6 and not engine.in_lane("long"),
+    "decoding": lambda engine: len(engine.tokens["long"]) == 3,
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone in its batch", "with another in its batch"])
+@pytest.mark.parametrize("in_flight", [False, True], ids=["between steps", "in a step"])
+def test_abort_at_any_moment(pdmux, stage, beside, in_flight):
+    others = [late("first", 60, 4, 55)] if stage == "queued" else []
+    others += [late("beside", 40, 5, 77)] if beside else []
+    arrivals = [*chats(), *others, late(), late("again", step=20)]
+    abort = pdmux.core.aborts_queue.put if in_flight else pdmux.core.abort_requests
+    hook = Once(STAGES[stage], lambda engine: abort(["long"]))
+    got = pdmux.run(arrivals, hook)
+    assert hook.done, "the stage was never reached"
+    assert_answers(got, arrivals, "long")
+    assert got["long"] == late().answer[: len(got["long"])]
+
+
+def test_an_id_that_is_aborted_and_sent_again_is_two_requests(pdmux):
+    def again(engine):
+        engine.core.abort_requests(["long"])
+        engine.tokens["long"] = []
+        engine.core.add_request(late(length=90, seed=31).request(engine.core))
+
+    arrivals = [*chats(), late("beside", 40, 5, 77), late()]
+    hook = Once(STAGES["in a middle group"], again)
+    got = pdmux.run(arrivals, hook)
+    assert hook.done
+    assert_answers(got, [*arrivals[:-1], late(length=90, seed=31)])
+
+
+def test_preemption_when_the_kv_cache_is_small(pdmux):
+    """A preempted request is prefilled again in the lane, with the tokens that it has said."""
+    arrivals = [Arrival(f"r{i}", prompt(20 + 9 * i % 60, i), 110, step=i) for i in range(8)]
+    preempted = set()
+
+    def watch(engine):
+        preempted.update(i for i, request in engine.scheduler.requests.items() if request.num_preemptions)
+
+    assert_answers(pdmux.run(arrivals, watch), arrivals)
+    assert preempted, "the cache was not small enough"
+
+
+def reset(engine):
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+def pause(engine):
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+
+def pause_for_new_weights(engine):
+    """vLLM's pause mode "keep"."""
+    pause(engine)
+    reset(engine)
+
+
+def pause_new(engine):
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+
+
+@pytest.mark.parametrize("action", [reset, pause, pause_for_new_weights, pause_new])
+@pytest.mark.parametrize("stage", ["in a middle group", "in the last group", "decoding"])
+def test_resets_and_pauses(pdmux, action, stage):
+    disturb = Once(STAGES[stage], action)
+    resumed = []
+
+    def hook(engine):
+        disturb(engine)
+        if disturb.done and not engine.scheduler.has_unfinished_requests() and not engine.core.batch_queue:
+            resumed.append(engine.step_number)
+            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    arrivals = [*chats(), late(), late("beside", 40, 5, 77), late("queued", 50, 6, 9)]
+    assert_answers(pdmux.run(arrivals, hook), arrivals)
+    assert disturb.done and (resumed or action is reset)
+
+
+# --- random schedules -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One request of a schedule."""
+
+    shared_blocks: int  # of a prefix that all prompts share
+    own_tokens: int
+    content: int  # prompts of equal lengths and content are equal
+    max_tokens: int
+    stop_at: int | None  # the token of its answer that stops it
+    step: int
+    abort: int | None  # the step after which it is aborted
+    abort_in_flight: bool  # the engine hears of it in its next update, not between two steps
+
+    def arrival(self, name: str) -> Arrival:
+        tokens = [*prompt(self.shared_blocks * BLOCK, 1), *prompt(self.own_tokens, 100 + self.content)]
+        stop = [] if self.stop_at is None else [answer(tokens, self.stop_at + 1)[-1]]
+        return Arrival(name, tokens, self.max_tokens, self.step, stop)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What happens to an engine."""
+
+    plans: list[Plan]
+    layers: int
+    chunk: int
+    report_delay: int
+    max_active: int
+    disturbances: dict[int, Callable]  # by the step after which they happen
+
+    @property
+    def named(self) -> dict[str, Plan]:
+        return {f"r{i}": plan for i, plan in enumerate(self.plans)}
+
+
+def resume(engine):
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def nothing(engine):
+    pass
+
+
+@st.composite
+def some_plan(draw):
+    shared = draw(st.integers(0, 6))
+    step = draw(st.integers(0, 30))
+    return Plan(
+        shared_blocks=shared,
+        own_tokens=draw(st.integers(1, 220 - shared * BLOCK)),
+        content=draw(st.integers(0, 3)),
+        max_tokens=draw(st.integers(1, 60)),
+        stop_at=draw(st.none() | st.integers(0, 10)),
+        step=step,
+        abort=draw(st.none() | st.none() | st.integers(step, step + 25)),
+        abort_in_flight=draw(st.booleans()),
+    )
+
+
+def some_schedule():
+    return st.builds(
+        Schedule,
+        plans=st.lists(some_plan(), min_size=1, max_size=8),
+        layers=st.sampled_from([1, 2, 3, 7, 1000]),
+        chunk=st.sampled_from([16, 50, 256]),
+        report_delay=st.integers(0, 2),
+        max_active=st.sampled_from([16, 16, 16, 3, 1]),
+        disturbances=st.dictionaries(
+            st.integers(1, 60), st.sampled_from([reset, reset, pause, pause_for_new_weights, pause_new]), max_size=3
+        ),
+    )
+
+
+class Script:
+    """A hook that aborts and disturbs at the steps that the schedule names."""
+
+    PAUSE_STEPS = 4
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+
+    def __call__(self, engine):
+        step = engine.step_number
+        aborted = {name: plan for name, plan in self.schedule.named.items() if plan.abort == step}
+        for name, plan in aborted.items():
+            (engine.core.aborts_queue.put if plan.abort_in_flight else engine.core.abort_requests)([name])
+        self.schedule.disturbances.get(step, nothing)(engine)
+        if step - self.PAUSE_STEPS in self.schedule.disturbances:
+            resume(engine)
+
+
+class Watch:
+    """Checks every step of an engine."""
+
+    def __init__(self, engine):
+        self.engine, self.scheduler = engine, engine.scheduler
+        self.output = None  # of the step that was scheduled last
+        self.layer_of = {}  # batch id -> the layer where it stands
+        self.idle_steps = 0
+
+    def __enter__(self):
+        original = self.scheduler.schedule
+
+        def schedule(*args):
+            self.output = original(*args)
+            self.check_scheduled()
+            return self.output
+
+        self.scheduler.schedule = schedule
+        return self
+
+    def __exit__(self, *exc_info):
+        del self.scheduler.schedule
+
+    def check_scheduled(self):
+        batch = self.scheduler._batch
+        if batch is None:
+            return
+        assert not batch.requests.keys() & self.output.num_scheduled_tokens.keys(), "a request is in both lanes"
+        manager = self.scheduler.kv_cache_manager
+        in_use = [block for blocks in batch.held_blocks for block in blocks]
+        for request in batch.alive(self.scheduler.requests):
+            in_use += [block for group in manager.get_blocks(request.request_id).blocks for block in group]
+        assert all(block.ref_cnt > 0 for block in in_use), "a block is free while layers are to write it"
+
+    def check_step(self):
+        for request in self.scheduler.requests.values():
+            assert request.num_output_placeholders >= 0
+            assert 0 <= request.num_stale_output_tokens <= request.num_in_flight_tokens
+        assert sum(thread.name == LANE_THREAD for thread in threading.enumerate()) <= 1
+        if self.output is None:
+            return
+        output, self.output = self.output, None
+        order, lane = order_of(output), self.engine.worker._prefill_lane
+        if order.batch_id is not None and order.batch_id == lane._batch_id:
+            assert lane._lane.layer > self.layer_of.get(order.batch_id, 0), "the lane stood still"
+            self.layer_of[order.batch_id] = lane._lane.layer
+        busy = output.total_num_scheduled_tokens > 0 or order.batch_id is not None
+        self.idle_steps = 0 if busy or not self.scheduler.has_unfinished_requests() else self.idle_steps + 1
+        assert self.idle_steps <= self.engine.core.batch_queue_size, "no lane does anything"
+
+
+def check_schedule(engine, schedule, watch):
+    arrivals = [plan.arrival(name) for name, plan in schedule.named.items()]
+    script = Script(schedule)
+
+    def after_step(engine):
+        watch()
+        script(engine)
+
+    engine.scheduler.max_num_active_reqs = schedule.max_active
+    try:
+        got = engine.run(arrivals, after_step)
+        for arrival in arrivals:
+            if schedule.named[arrival.name].abort is None:
+                assert got[arrival.name] == arrival.answer, f"tokens of {arrival.name}"
+            else:
+                assert got[arrival.name] == arrival.answer[: len(got[arrival.name])], f"tokens of {arrival.name}"
+        engine.assert_nothing_left()
+    finally:
+        engine.scheduler.max_num_active_reqs = ENGINE["max_num_seqs"]
+        resume(engine)
+
+
+random_schedules = settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@random_schedules
+@given(schedule=some_schedule())
+def test_any_schedule(new_engine, schedule):
+    with new_engine(StandInPDMuxExecutor, {}) as engine:
+        engine.fresh(schedule.layers, schedule.chunk, schedule.report_delay)
+        with Watch(engine) as watch:
+            check_schedule(engine, schedule, watch.check_step)
+
+
+@random_schedules
+@given(schedule=some_schedule())
+def test_stock_gives_the_same_answers(new_engine, schedule):
+    """What proves that the stand-ins are faithful: stock's asynchronous scheduler is at ease with them."""
+    with new_engine(StandInExecutor, None) as engine:
+        check_schedule(engine.fresh(chunk=schedule.chunk), schedule, lambda: None)
+
+
+@pytest.fixture(scope="module")
+def new_engine(tiny_model_path):
+    """An engine for the next example; a new one after a failure, so that it is a sound one."""
+    engines = {}
+
+    @contextmanager
+    def lend(executor, pdmux):
+        engine = engines.pop(executor, None) or Engine(tiny_model_path, executor, pdmux)
+        yield engine
+        engines[executor] = engine
+
+    return lend

@@ -11,14 +11,14 @@ import threading
 from dataclasses import dataclass
 
 import pytest
-from driver import ENGINE, LANE_THREAD, Arrival, prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
-
 from vllm_pdmux.messages import order_of
 from vllm_pdmux.worker.prefill_runner import generators_set_aside
+
+from driver import ENGINE, LANE_THREAD, Arrival, prompt
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "40"))
 BLOCK, MAX_PROMPT, MAX_TOKENS = ENGINE["block_size"], 220, 25

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -22,6 +22,7 @@ Watch = Callable[[Progress], None]
 
 STOCK, PDMUX = "stock vLLM", "with pdmux"
 _LIVE_LINES = 3  # of each chat's text
+_PANEL_HEIGHT = _LIVE_LINES + 2
 _REFRESH_S = 0.1
 _WIDEST = 100  # columns
 _WIDEST_BAR = 60
@@ -69,7 +70,7 @@ class Picture(Silent):
         with Live(console=self._console, auto_refresh=False, transient=name == STOCK) as live:
 
             def draw(progress: Progress) -> None:
-                live.update(panels(name, workload, layers, progress, self._console.width), refresh=True)
+                live.update(panels(name, workload, layers, progress, self._console.size), refresh=True)
 
             yield _throttled(draw)
 
@@ -94,15 +95,21 @@ def console(file: TextIO) -> Console:
 # --- while it runs ----------------------------------------------------------------------------------------------------
 
 
-def panels(name: str, workload: Workload, layers: int, progress: Progress, width: int) -> RenderableType:
-    """A panel for each chat, two in a row, and one for the document."""
+def panels(
+    name: str, workload: Workload, layers: int, progress: Progress, size: ConsoleDimensions
+) -> RenderableType:
+    """A panel for each chat, two in a row, as many as fit, and one for the document."""
+    shown = workload.chats[: 2 * max(1, (size.height - 2) // _PANEL_HEIGHT - 1)]
+    hidden = len(workload.chats) - len(shown)
+    heading = f"{name}: {describe(workload)}" + (f" ({hidden} chats are not shown)" if hidden else "")
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
-    cells = [_chat_panel(chat.name, chat.question, progress, width // 2) for chat in workload.chats]
+    cells = [_chat_panel(chat.name, chat.question, progress, size.width // 2) for chat in shown]
     for left, right in zip(cells[::2], [*cells[1::2], ""], strict=False):
         grid.add_row(left, right)
-    return Group(Text(f"{name}: {describe(workload)}", style="bold"), grid, _document_panel(workload, layers, progress))
+    state = _prefill_state(name, layers, progress)
+    return Group(Text(heading, style="bold"), grid, _document_panel(workload, state, progress, size.width))
 
 
 def _chat_panel(name: str, question: str, progress: Progress, width: int) -> Panel:
@@ -113,28 +120,32 @@ def _chat_panel(name: str, question: str, progress: Progress, width: int) -> Pan
         title=Text(question, style="bold"),
         title_align="left",
         border_style="green" if ended else "cyan",
-        height=_LIVE_LINES + 2,
+        height=_PANEL_HEIGHT,
         box=box.ROUNDED,
     )
 
 
-def _document_panel(workload: Workload, layers: int, progress: Progress) -> Panel:
+def _document_panel(workload: Workload, state: str, progress: Progress, width: int) -> Panel:
     tokens = len(workload.document.token_ids)
-    if progress.has_first_token:
-        state = f"prefilled, {layers} layers"
-    elif progress.document_arrived:
-        state = f"in prefill {layer_bar(0, progress.layers_done, layers)} {progress.layers_done}/{layers} layers"
-    else:
-        state = "arrives when every chat has streamed some tokens"
-    lines = tail(progress.texts.get(DOCUMENT, ""), _WIDEST - 4, _LIVE_LINES - 1)
+    lines = tail(progress.texts.get(DOCUMENT, ""), width - 4, _LIVE_LINES - 1)
     return Panel(
         Group(Text(state, style="yellow"), Text("\n".join(lines))),
         title=Text(f"document of {tokens:,} tokens: {workload.document.question}", style="bold"),
         title_align="left",
         border_style="green" if DOCUMENT in progress.finished else "yellow",
-        height=_LIVE_LINES + 2,
+        height=_PANEL_HEIGHT,
         box=box.ROUNDED,
     )
+
+
+def _prefill_state(name: str, layers: int, progress: Progress) -> str:
+    if progress.has_first_token:
+        return f"prefilled, {layers} layers"
+    if not progress.document_arrived:
+        return "arrives when every chat has streamed some tokens"
+    if name == STOCK:
+        return f"in prefill, all {layers} layers in one step: the chats wait"
+    return f"in prefill {layer_bar(0, progress.layers_done, layers)} {progress.layers_done}/{layers} layers"
 
 
 def _throttled(draw: Watch) -> Watch:
@@ -174,7 +185,8 @@ def layer_bar(first: int, end: int, layers: int, widest: int = _WIDEST_BAR) -> s
 def timeline(comparison: Comparison) -> Table:
     """One row for each engine step in which the document was prefilled."""
     layers, chats = comparison.facts.layers, comparison.facts.chats
-    table = Table(box=box.SIMPLE_HEAD, title="The steps from the document's arrival to its first token", min_width=_WIDEST)
+    title = "The steps from the document's arrival to its first token"
+    table = Table(box=box.SIMPLE_HEAD, title=title, expand=True)
     for name, justify in (("", "left"), ("step", "right"), ("decode batch", "right")):
         table.add_column(name, justify=justify, no_wrap=True)
     table.add_column(f"layers of the prefill (of {layers})", no_wrap=True)
@@ -198,7 +210,7 @@ def numbers(comparison: Comparison) -> Table:
     steps = len(comparison.stock.decode_steps_ms), comparison.decode_steps
     same = sum(comparison.equal.values())
     title = f"{facts.vllm}, {facts.dtype}, {facts.cpus} CPUs: {facts.chats} chats, {facts.document_tokens:,} tokens"
-    table = Table(box=box.SIMPLE_HEAD, title=title, min_width=_WIDEST)
+    table = Table(box=box.SIMPLE_HEAD, title=title, expand=True)
     table.add_column("")
     table.add_column(STOCK, justify="right")
     table.add_column(PDMUX, justify="right")
@@ -227,7 +239,7 @@ def conclusions(comparison: Comparison) -> list[Text]:
     shares = [run.others_cpu_share or 0.0 for run in (comparison.stock, comparison.pdmux)]
     if max(shares) >= _BUSY:
         used = " and ".join(f"{share:.0%}" for share in shares)
-        lines.append(Text(f"Other processes used {used} of the CPUs in the two runs: do not compare the times closely."))
+        lines.append(Text(f"Other processes used {used} of the CPUs in these runs: do not compare the times closely."))
     return lines
 
 

@@ -21,7 +21,6 @@ _QUESTIONS = (
 )
 # Tokens every chat has streamed when the document arrives: enough to see that they run.
 _ARRIVES_AFTER_TOKENS = 4
-_WARM_UP_TOKENS = 256
 _WARM_UP_MAX_TOKENS = 12
 
 Encode = Callable[[str], Sequence[int]]
@@ -50,9 +49,8 @@ class Workload:
         return *self.chats, self.document
 
     def warm_up(self) -> "Workload":
-        """A small one of the same kind."""
-        short = replace(self.document, token_ids=self.document.token_ids[:_WARM_UP_TOKENS])
-        return replace(self, chats=self.chats[:2], document=short, max_tokens=_WARM_UP_MAX_TOKENS)
+        """The same with short answers. The document stays as long as it is: the first forward of a size is slower."""
+        return replace(self, chats=self.chats[:2], max_tokens=min(self.max_tokens, _WARM_UP_MAX_TOKENS))
 
 
 def build(encode: Encode, chats: int, document_tokens: int, max_tokens: int) -> Workload:
