@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 KEY = "pdmux"  # in additional_config, and the plugin's name in VLLM_PLUGINS
 SCHEDULER = "vllm_pdmux.Scheduler"
-WORKERS = {"vllm.v1.worker.cpu_worker.CPUWorker": "vllm_pdmux.worker.cpu.PDMuxCPUWorker"}
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_pdmux.worker.cpu.PDMuxCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_pdmux.worker.gpu.PDMuxGPUWorker",
+}
 
 
 class ActivationError(ValueError):
@@ -89,7 +92,12 @@ def is_ours(scheduler_cls: str | type | None) -> bool:
 
 def settings_of(vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ) -> PDMuxConfig:
     """The resolved settings of an active engine; every process resolves them from the same sources."""
-    return resolve(_inline(vllm_config), environ).config
+    return resolved_of(vllm_config, environ).config
+
+
+def resolved_of(vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ) -> Resolved:
+    """The resolved settings with the origin of each."""
+    return resolve(_inline(vllm_config), environ)
 
 
 def is_active(vllm_config: VllmConfig) -> bool:

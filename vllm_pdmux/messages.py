@@ -30,6 +30,7 @@ class PrefillOrder:
     layers: int = 0  # at most this many attention layers; the lane stops earlier where the batch ends
     start: SchedulerOutput | None = None  # the batch's own step, sent once, with its first order
     grammar: GrammarOutput | None = None  # bitmask for the first tokens of `start`
+    group: int = 0  # stream group in which `start` runs
     drop: int | None = None  # a batch that must never run again: its KV blocks may be reused from this step on
 
 
@@ -41,6 +42,7 @@ class LaneReport:
     first_layer: int  # layers [first_layer, end_layer) of the batch ran in this step
     end_layer: int
     advance_ms: float  # host time of the advance
+    # An asynchronous output is a handle to wait on; it is resolved before the report reaches the scheduler.
     output: ModelRunnerOutput | None = None  # set when the batch has run all its layers and was sampled
     error: str | None = None  # set when the batch raised; its KV is not valid
 

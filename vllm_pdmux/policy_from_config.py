@@ -5,10 +5,11 @@ from vllm_pdmux.config import ConfigError, PDMuxConfig
 from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule, Policy, TablePolicy
 
 
-def build_policy(config: PDMuxConfig, splits: int) -> Policy:
+def build_policy(config: PDMuxConfig, splits: int, paced_by_device: bool = False) -> Policy:
     """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
-    `sm_group_num - 2`. Raises ConfigError when `fixed_group` is not among them."""
-    rule = _layer_rule(config)
+    `sm_group_num - 2`. `paced_by_device`: the worker launches no more layers than keep the device busy, so that without a
+    setting no other limit is needed. Raises ConfigError when `fixed_group` is not among them."""
+    rule = _layer_rule(config, paced_by_device)
     if config.policy == "table":
         thresholds = tuple(min_decode_batch for _, _, min_decode_batch in config.manual_divisions)
         return TablePolicy(thresholds, splits, config.decode_bs_divisor, rule)
@@ -20,7 +21,9 @@ def build_policy(config: PDMuxConfig, splits: int) -> Policy:
     return FixedPolicy(config.fixed_group, splits, rule)
 
 
-def _layer_rule(config: PDMuxConfig) -> LayerRule:
+def _layer_rule(config: PDMuxConfig, paced_by_device: bool) -> LayerRule:
     if config.lane == "serial":  # a lane without a thread cannot stop between layers
+        return LayerRule(layers_per_group=ALL_LAYERS)
+    if paced_by_device and config.layers_per_group is None and config.split_forward_token_budget is None:
         return LayerRule(layers_per_group=ALL_LAYERS)
     return LayerRule(config.layers_per_group, config.split_forward_token_budget)

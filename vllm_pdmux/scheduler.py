@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
@@ -29,9 +30,12 @@ from vllm_pdmux.outputs import merge_outputs
 from vllm_pdmux.policy import Load
 from vllm_pdmux.policy_from_config import build_policy
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
+from vllm_pdmux.residency import Residency
 from vllm_pdmux.trace import StepTrace
 
 logger = init_logger("vllm.pdmux.scheduler")
+
+DECODE, PREFILL = "decode", "prefill"  # the lanes
 
 
 class PDMuxSchedulerMixin:
@@ -41,8 +45,10 @@ class PDMuxSchedulerMixin:
         super().__init__(*args, **kwargs)
         require_active(self.vllm_config)
         settings = settings_of(self.vllm_config)
-        # Without a device to split, the groups are those that the settings name.
-        self._pdmux_policy = build_policy(settings, settings.sm_group_num - 2)
+        # The device may have fewer groups; the worker says so at start and runs higher numbers in its last one.
+        is_gpu = self.vllm_config.device_config.device_type == "cuda"
+        self._pdmux_policy = build_policy(settings, settings.sm_group_num - 2, paced_by_device=is_gpu)
+        self._residency = Residency() if self.use_v2_model_runner else None
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self.pdmux_trace = StepTrace(settings.trace_steps)
         self._batch: PrefillBatch | None = None  # in the lane
@@ -62,7 +68,8 @@ class PDMuxSchedulerMixin:
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """The decode lane's step, with the order for the prefill lane on it."""
         if self._batch is None and not self._both_lanes_have_work(throttle_prefills):
-            return attach_order(super().schedule(throttle_prefills), self._take_drop(PrefillOrder()))
+            output = self._localise(super().schedule(throttle_prefills), DECODE)
+            return attach_order(output, self._take_drop(PrefillOrder()))
         finished, self.finished_req_ids = self.finished_req_ids, set()  # for the view that goes to both runners
         preempted: set[str] = set()
         is_new = self._batch is None
@@ -70,7 +77,7 @@ class PDMuxSchedulerMixin:
             preempted = self._begin_batch()
         self.finished_req_ids |= finished
         self.reset_preempted_req_ids |= preempted
-        output = self._schedule_decode()
+        output = self._localise(self._schedule_decode(), DECODE)
         return attach_order(output, self._take_drop(self._order_for(output, is_new)))
 
     def update_from_output(
@@ -87,10 +94,20 @@ class PDMuxSchedulerMixin:
         if self._pause_state == PauseState.PAUSED_ALL:
             return False
         decoding = sum(not request.is_prefill_chunk for request in self.running)
+        if self._residency is not None and (bound := self._bound_lane()):
+            return bound == PREFILL
         if decoding == 0 or (throttle_prefills and not self.prefill_capacity_bound):
             return False
         waiting = len(self.waiting) + len(self.kv_holding_waiting) - self.num_waiting_for_streaming_input
         return waiting > 0 or decoding < len(self.running)
+
+    def _bound_lane(self) -> str | None:
+        """The lane in which an unfinished prompt must be continued: prompt logprobs are gathered in one V2 runner."""
+        for request in self.running:
+            params = request.sampling_params
+            if request.is_prefill_chunk and params is not None and params.prompt_logprobs is not None:
+                return self._residency.lane_of(request.request_id)
+        return None
 
     def _begin_batch(self) -> set[str]:
         """Let the prefill view admit a batch; the ids of requests that it preempted."""
@@ -108,6 +125,7 @@ class PDMuxSchedulerMixin:
         if output.total_num_scheduled_tokens > 0:
             grammar = own_grammar(self.get_grammar_bitmask(output))
             requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
+            output = self._localise(output, PREFILL)
             self._batch = PrefillBatch(self._next_batch_id, output, requests, grammar)
             self._next_batch_id += 1
         return output.preempted_req_ids or set()
@@ -124,6 +142,11 @@ class PDMuxSchedulerMixin:
         self.prefill_capacity_bound = capacity_bound
         return output
 
+    def _localise(self, output: SchedulerOutput, lane: str) -> SchedulerOutput:
+        if self._residency is None:
+            return output
+        return self._residency.localise(output, lane, self.requests, self.kv_cache_manager.get_block_ids)
+
     def _order_for(self, output: SchedulerOutput, is_new: bool) -> PrefillOrder:
         batch = self._batch
         if batch is None:
@@ -131,14 +154,14 @@ class PDMuxSchedulerMixin:
         load = Load(len(output.num_scheduled_tokens), batch.num_tokens, self._model_layers)
         decision = self._pdmux_policy.decide(load)
         if is_new:
-            return PrefillOrder(batch.id, decision.layers, start=batch.output, grammar=batch.grammar)
+            return PrefillOrder(batch.id, decision.layers, batch.output, batch.grammar, decision.group)
         return PrefillOrder(batch.id, decision.layers)
 
     def _take_drop(self, order: PrefillOrder) -> PrefillOrder:
         if self._drop is None:
             return order
         drop, self._drop = self._drop, None
-        return PrefillOrder(order.batch_id, order.layers, order.start, order.grammar, drop)
+        return replace(order, drop=drop)
 
     # --- a batch leaves the lane -----------------------------------------------------------------------------------
 

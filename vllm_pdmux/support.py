@@ -143,6 +143,10 @@ def _platform_problems() -> list[str]:
             f"the platform plugin {platform} is active: pdmux serves vLLM's own platforms; "
             "uninstall the other plugin or leave it out of VLLM_PLUGINS"
         ]
-    if not current_platform.is_cpu():
-        return [f"the platform {platform} is not supported: this version serves the CPU build of vLLM only"]
+    if current_platform.is_cpu():
+        return []
+    if not current_platform.is_cuda():
+        return [f"the platform {platform} is not supported: pdmux serves the CPU and NVIDIA builds of vLLM"]
+    if not current_platform.has_device_capability(80):
+        return ["the GPU is older than compute capability 8.0, which SM partitions need: use a newer GPU"]
     return []

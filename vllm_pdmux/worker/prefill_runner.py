@@ -8,13 +8,12 @@ builders), so the lanes share no scratch. It is built after the first runner has
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from vllm_pdmux.worker.lane import Lane
 from vllm_pdmux.worker.layer_view import LayerView
 
 # What `load_model` puts on a V1 runner besides the model itself; a runner that is given its model lacks them.
@@ -45,12 +44,17 @@ def generators_set_aside(runner: Any) -> Iterator[None]:
         generators.update(aside)
 
 
-def build_prefill_runner(decode_runner: Any, lane: Lane) -> tuple[Any, LayerView]:
+def build_prefill_runner(decode_runner: Any, at_layer: Callable[[], None]) -> tuple[Any, LayerView]:
     """A second runner beside `decode_runner`, which has its model and its KV cache, and the view that suspends it."""
     vllm_config = decode_runner.vllm_config
-    view = LayerView(vllm_config.compilation_config.static_forward_context, lane.at_layer)
+    view = LayerView(vllm_config.compilation_config.static_forward_context, at_layer)
     config = prefill_config(vllm_config, view)
+    build = _build_v2 if vllm_config.use_v2_model_runner else _build_v1
+    with set_current_vllm_config(config):
+        return build(decode_runner, config), view
 
+
+def _build_v1(decode_runner: Any, config: VllmConfig) -> Any:
     class PrefillRunner(type(decode_runner)):  # type: ignore[misc]
         """The platform's runner with the KV cache of the decode lane."""
 
@@ -63,10 +67,35 @@ def build_prefill_runner(decode_runner: Any, lane: Lane) -> tuple[Any, LayerView
             with generators_set_aside(self):
                 return super().sample_tokens(grammar_output)
 
-    with set_current_vllm_config(config):
-        runner = PrefillRunner(config, decode_runner.device)
-        for name in _SET_BY_LOADING:
-            if hasattr(decode_runner, name):
-                setattr(runner, name, getattr(decode_runner, name))
+    runner = PrefillRunner(config, decode_runner.device)
+    for name in _SET_BY_LOADING:
+        if hasattr(decode_runner, name):
+            setattr(runner, name, getattr(decode_runner, name))
+    runner.initialize_kv_cache(decode_runner.kv_cache_config)
+    return runner
+
+
+def _build_v2(decode_runner: Any, config: VllmConfig) -> Any:
+    runner = type(decode_runner)(config, decode_runner.device)
+    runner.load_model(model=decode_runner.model)
+    with _bound_kv_cache(decode_runner):
         runner.initialize_kv_cache(decode_runner.kv_cache_config)
-    return runner, view
+    return runner
+
+
+@contextmanager
+def _bound_kv_cache(decode_runner: Any) -> Iterator[None]:
+    """Let a V2 runner that is initialised meanwhile take the KV cache that the layers are bound to.
+
+    What: replaces the function that allocates and binds, in the runner's module, while one runner is initialised.
+    Why: `initialize_kv_cache` calls it by that name and offers no other way to hand over a cache.
+    To be deleted when a runner can be given its KV cache as it can be given its model.
+    """
+    from vllm.v1.worker.gpu import model_runner
+
+    stock = model_runner.init_kv_cache
+    model_runner.init_kv_cache = lambda *args, **kwargs: dict(enumerate(decode_runner.kv_caches))
+    try:
+        yield
+    finally:
+        model_runner.init_kv_cache = stock

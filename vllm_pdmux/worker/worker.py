@@ -3,18 +3,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_pdmux.activation import settings_of
-from vllm_pdmux.messages import PrefillOrder, attach_report, order_of
+from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_report, order_of
+from vllm_pdmux.worker.lane_device import HostDevice, LaneDevice
 from vllm_pdmux.worker.prefill_lane import PrefillLane
 
 _NOTHING = PrefillOrder()
+
+
+class ReportingOutput(AsyncModelRunnerOutput):
+    """A step's output that is still being copied from the GPU, the lane's report to be put on it."""
+
+    def __init__(self, output: ModelRunnerOutput | AsyncModelRunnerOutput, report: LaneReport):
+        self._output = output
+        self._report = report
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for both lanes' results of the step."""
+        report = self._report
+        if report.output is not None:
+            report = replace(report, output=_resolved(report.output))
+        return attach_report(_resolved(self._output), report)
+
+
+def _resolved(output: ModelRunnerOutput | AsyncModelRunnerOutput) -> ModelRunnerOutput:
+    return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
 
 
 class PDMuxWorkerMixin:
@@ -30,26 +51,37 @@ class PDMuxWorkerMixin:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         settings = settings_of(self.vllm_config)  # type: ignore[attr-defined]
-        self._prefill_lane = PrefillLane(self.model_runner, settings.lane)  # type: ignore[attr-defined]
+        self._prefill_lane = PrefillLane(self.model_runner, settings.lane, self._lane_device())  # type: ignore[attr-defined]
+
+    def _lane_device(self) -> LaneDevice:
+        return HostDevice()
 
     @torch.inference_mode()  # moving a request between the runners writes to their inference tensors
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        assert self._prefill_lane is not None
-        self._order = order_of(scheduler_output) or _NOTHING
-        self._prefill_lane.before_decode(scheduler_output, self._order)
+        if self._prefill_lane is None or (order := order_of(scheduler_output)) is None:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]  # vLLM's own warm-up
+        self._order = order
+        self._prefill_lane.before_decode(scheduler_output, order)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        return None if output is None else self._advance(output)
+        if output is None:
+            return None
+        return self._advance(output, nothing_decodes=scheduler_output.total_num_scheduled_tokens == 0)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        return self._advance(super().sample_tokens(grammar_output))  # type: ignore[misc]
+        return self._advance(super().sample_tokens(grammar_output), nothing_decodes=False)  # type: ignore[misc]
 
     def shutdown(self) -> None:
         if self._prefill_lane is not None:
             self._prefill_lane.close()
         super().shutdown()  # type: ignore[misc]
 
-    def _advance(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        assert self._prefill_lane is not None
-        report = self._prefill_lane.advance(self._order)
-        return output if report is None else attach_report(output, report)
+    def _advance(self, output: Any, nothing_decodes: bool) -> Any:
+        order, self._order = self._order, _NOTHING
+        if self._prefill_lane is None or order.batch_id is None:
+            return output
+        report = self._prefill_lane.advance(order, wait=nothing_decodes)
+        if report is None:
+            return output
+        is_async = isinstance(output, AsyncModelRunnerOutput) or isinstance(report.output, AsyncModelRunnerOutput)
+        return ReportingOutput(output, report) if is_async else attach_report(output, report)
