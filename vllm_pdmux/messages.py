@@ -23,15 +23,15 @@ _REPORT = "pdmux_report"
 class PrefillOrder:
     """What the prefill lane has to do in one engine step.
 
-    The fields apply in this order: abandon `drop`, begin `start`, advance `batch_id` by `layers`.
+    The fields apply in this order: abandon `drop`, take `start` into the lane, advance the lane by `layers`.
     """
 
-    batch_id: int | None = None  # the batch to advance; None: none
-    layers: int = 0  # at most this many attention layers; the lane stops earlier where the batch ends
-    start: SchedulerOutput | None = None  # the batch's own step, sent once, with its first order
+    batch_id: int | None = None  # the last batch in the lane, which `start` belongs to; None: the lane is empty
+    layers: int = 0  # at most this many attention layers
+    start: SchedulerOutput | None = None  # a batch's own step, sent once
     grammar: GrammarOutput | None = None  # bitmask for the first tokens of `start`
     group: int = 0  # stream group in which `start` runs
-    drop: int | None = None  # a batch that must never run again: its KV blocks may be reused from this step on
+    drop: int | None = None  # no batch up to this one may run again: their KV blocks may be reused from this step on
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ lanes has nothing to do, the step is stock vLLM's.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from vllm_pdmux.trace import StepTrace
 logger = init_logger("vllm.pdmux.scheduler")
 
 DECODE, PREFILL = "decode", "prefill"  # the lanes
+LAYERS_BEFORE_NEXT = 0.75  # share of a batch's layers that is launched when the next batch is admitted behind it
 
 
 class PDMuxSchedulerMixin:
@@ -51,9 +53,10 @@ class PDMuxSchedulerMixin:
         self._residency = Residency() if self.use_v2_model_runner else None
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self.pdmux_trace = StepTrace(settings.trace_steps)
-        self._batch: PrefillBatch | None = None  # in the lane
+        self._batches: deque[PrefillBatch] = deque()  # in the lane, in order
+        self._max_batches = 2 if is_gpu else 1
         self._next_batch_id = 0
-        self._drop: int | None = None  # a batch that the worker has still to be told to drop
+        self._drop: int | None = None  # the last batch that the worker has still to be told to drop
         self._prefill_prev_step: set[str] = set()  # prev_step_scheduled_req_ids of the prefill view
         self._stats_muted = False
         logger.info(
@@ -67,18 +70,18 @@ class PDMuxSchedulerMixin:
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """The decode lane's step, with the order for the prefill lane on it."""
-        if self._batch is None and not self._both_lanes_have_work(throttle_prefills):
+        if not self._batches and not self._both_lanes_have_work(throttle_prefills):
             output = self._localise(super().schedule(throttle_prefills), DECODE)
             return attach_order(output, self._take_drop(PrefillOrder()))
         finished, self.finished_req_ids = self.finished_req_ids, set()  # for the view that goes to both runners
         preempted: set[str] = set()
-        is_new = self._batch is None
-        if is_new:
-            preempted = self._begin_batch()
+        begun = None
+        if self._lane_has_room():
+            begun, preempted = self._begin_batch()
         self.finished_req_ids |= finished
         self.reset_preempted_req_ids |= preempted
         output = self._localise(self._schedule_decode(), DECODE)
-        return attach_order(output, self._take_drop(self._order_for(output, is_new)))
+        return attach_order(output, self._take_drop(self._order_for(output, begun)))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -98,8 +101,18 @@ class PDMuxSchedulerMixin:
             return bound == PREFILL
         if decoding == 0 or (throttle_prefills and not self.prefill_capacity_bound):
             return False
+        return self._anything_to_prefill()
+
+    def _anything_to_prefill(self) -> bool:
         waiting = len(self.waiting) + len(self.kv_holding_waiting) - self.num_waiting_for_streaming_input
-        return waiting > 0 or decoding < len(self.running)
+        return waiting > 0 or any(request.is_prefill_chunk for request in self.running)
+
+    def _lane_has_room(self) -> bool:
+        """Whether to admit a batch now: late, so that it takes all that has arrived, yet before the lane runs dry."""
+        if not self._batches:
+            return True
+        launched = self._batches[-1].layers_launched >= self._model_layers * LAYERS_BEFORE_NEXT
+        return len(self._batches) < self._max_batches and launched and self._anything_to_prefill()
 
     def _bound_lane(self) -> str | None:
         """The lane in which an unfinished prompt must be continued: prompt logprobs are gathered in one V2 runner."""
@@ -109,16 +122,17 @@ class PDMuxSchedulerMixin:
                 return self._residency.lane_of(request.request_id)
         return None
 
-    def _begin_batch(self) -> set[str]:
+    def _begin_batch(self) -> tuple[PrefillBatch | None, set[str]]:
         """Let the prefill view admit a batch; the ids of requests that it preempted."""
+        batch = None
         prefilling = [request for request in self.running if request.is_prefill_chunk]
-        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        others = [request for request in self.running if not request.is_prefill_chunk]
         max_active, prev_step = self.max_num_active_reqs, self.prev_step_scheduled_req_ids
         # The hidden requests keep their seats.
-        self.max_num_active_reqs = max(0, max_active - len(decoding))
+        self.max_num_active_reqs = max(0, max_active - len(others))
         self.prev_step_scheduled_req_ids = self._prefill_prev_step
         try:
-            with self._visible(prefilling, hidden_before=decoding):
+            with self._visible(prefilling, hidden_before=others):
                 output = super().schedule()
         finally:
             self.max_num_active_reqs, self.prev_step_scheduled_req_ids = max_active, prev_step
@@ -126,12 +140,13 @@ class PDMuxSchedulerMixin:
             grammar = own_grammar(self.get_grammar_bitmask(output))
             requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
             output = self._localise(output, PREFILL)
-            self._batch = PrefillBatch(self._next_batch_id, output, requests, grammar)
+            batch = PrefillBatch(self._next_batch_id, output, requests, grammar)
+            self._batches.append(batch)
             self._next_batch_id += 1
-        return output.preempted_req_ids or set()
+        return batch, output.preempted_req_ids or set()
 
     def _schedule_decode(self) -> SchedulerOutput:
-        in_lane = self._batch.requests if self._batch else {}
+        in_lane = {req_id for batch in self._batches for req_id in batch.requests}
         decoding, others = [], []
         for request in self.running:
             is_decoding = not request.is_prefill_chunk and request.request_id not in in_lane
@@ -147,15 +162,15 @@ class PDMuxSchedulerMixin:
             return output
         return self._residency.localise(output, lane, self.requests, self.kv_cache_manager.get_block_ids)
 
-    def _order_for(self, output: SchedulerOutput, is_new: bool) -> PrefillOrder:
-        batch = self._batch
-        if batch is None:
+    def _order_for(self, output: SchedulerOutput, begun: PrefillBatch | None) -> PrefillOrder:
+        if not self._batches:
             return PrefillOrder()
-        load = Load(len(output.num_scheduled_tokens), batch.num_tokens, self._model_layers)
+        last = self._batches[-1]
+        load = Load(len(output.num_scheduled_tokens), last.num_tokens, self._model_layers)
         decision = self._pdmux_policy.decide(load)
-        if is_new:
-            return PrefillOrder(batch.id, decision.layers, batch.output, batch.grammar, decision.group)
-        return PrefillOrder(batch.id, decision.layers)
+        if begun is None:
+            return PrefillOrder(last.id, decision.layers)
+        return PrefillOrder(begun.id, decision.layers, begun.output, begun.grammar, decision.group)
 
     def _take_drop(self, order: PrefillOrder) -> PrefillOrder:
         if self._drop is None:
@@ -166,10 +181,14 @@ class PDMuxSchedulerMixin:
     # --- a batch leaves the lane -----------------------------------------------------------------------------------
 
     def _update_lane(self, report: LaneReport) -> dict[int, EngineCoreOutputs]:
-        batch = self._batch
-        if batch is None or report.batch_id != batch.id or not report.ended:
+        batch = next((batch for batch in self._batches if batch.id == report.batch_id), None)
+        if batch is None:
+            return {}  # dropped meanwhile
+        batch.layers_launched = max(batch.layers_launched, report.end_layer)
+        if not report.ended:
             return {}
-        self._batch = None
+        assert batch is self._batches[0], "batches leave the lane in order"
+        self._batches.popleft()
         if report.output is None:
             return self._fail(batch, report.error or "unknown error")
         output = batch.output_for(self.requests)
@@ -180,6 +199,8 @@ class PDMuxSchedulerMixin:
 
     def _fail(self, batch: PrefillBatch, error: str) -> dict[int, EngineCoreOutputs]:
         """End the requests of a batch that raised; the engine goes on."""
+        if self._batches:  # what follows may have hit its blocks: back to the queue
+            self._preempt(self._drop_batches())
         alive = self._leave_lane(batch)
         logger.error("prefill failed (%s); ended with an error: %s", error, ", ".join(r.request_id for r in alive))
         self.finish_requests([request.request_id for request in alive], RequestStatus.FINISHED_ERROR)
@@ -196,15 +217,23 @@ class PDMuxSchedulerMixin:
             )
         return outputs
 
-    def _drop_batch(self) -> list[Request]:
-        """Abandon the batch in the lane; those of its requests that are alive.
+    def _drop_batches(self) -> list[Request]:
+        """Abandon all batches in the lane; those of their requests that are alive, in the order of admission.
 
-        Its blocks may be freed and reused at once: the worker drops the batch before it runs the step that reuses them.
+        Their blocks may be freed and reused at once: the worker drops them before it runs the step that reuses blocks.
         """
-        batch, self._batch = self._batch, None
-        assert batch is not None
-        self._drop = batch.id
-        return self._leave_lane(batch)
+        self._drop = self._batches[-1].id
+        alive: dict[str, Request] = {}
+        while self._batches:
+            batch = self._batches.popleft()
+            alive |= {request.request_id: request for request in self._leave_lane(batch)}
+        return list(alive.values())
+
+    def _preempt(self, requests: list[Request]) -> None:
+        now = time.monotonic()
+        for request in reversed(requests):
+            self.running.remove(request)
+            self._preempt_request(request, now, drop_stale_output=True)
 
     def _leave_lane(self, batch: PrefillBatch) -> list[Request]:
         """Undo what an unfinished batch has left in the books, before its requests are ended or preempted."""
@@ -228,33 +257,30 @@ class PDMuxSchedulerMixin:
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
-        if self._batch is not None and not self._batch.alive(self.requests):
-            self._drop_batch()
+        if self._batches and not any(batch.alive(self.requests) for batch in self._batches):
+            self._drop_batches()
         return finished
 
     def _free_request_blocks(self, request: Request) -> None:
-        batch = self._batch
-        if batch is not None and batch.requests.get(request.request_id) is request:
-            # Layers that read and write them are still to run.
-            batch.held_blocks.append(self.kv_cache_manager.pop_blocks_for_free(request))
-        else:
-            super()._free_request_blocks(request)
+        for batch in reversed(self._batches):
+            if batch.requests.get(request.request_id) is request:
+                # Layers that read and write them are still to run.
+                batch.held_blocks.append(self.kv_cache_manager.pop_blocks_for_free(request))
+                return
+        super()._free_request_blocks(request)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if reset_running_requests:
             self._prefill_prev_step.clear()
-            if self._batch is not None:
-                self._drop_batch()  # stock preempts all that run, which those of the batch now do
+            if self._batches:
+                self._drop_batches()  # stock preempts all that run, which those of the batch now do
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
-        if pause_state == PauseState.PAUSED_ALL and self._batch is not None:
-            # A paused engine may get other weights: the chunk in the lane starts again when the engine resumes.
-            now = time.monotonic()
-            for request in reversed(self._drop_batch()):
-                self.running.remove(request)
-                self._preempt_request(request, now, drop_stale_output=True)
+        if pause_state == PauseState.PAUSED_ALL and self._batches:
+            # A paused engine may get other weights: the chunks in the lane start again when the engine resumes.
+            self._preempt(self._drop_batches())
 
     # --- hiding ----------------------------------------------------------------------------------------------------
 

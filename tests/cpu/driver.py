@@ -90,8 +90,8 @@ class Driver:
 
     def in_lane(self, name: str) -> bool:
         """Whether a request's batch is in the prefill lane."""
-        batch = self.scheduler._batch
-        return batch is not None and any(req_id in batch.requests for req_id in self.internal_ids(name))
+        ids = self.internal_ids(name)
+        return any(req_id in batch.requests for batch in self.scheduler._batches for req_id in ids)
 
     def layer(self) -> int:
         """Layers of the batch in the lane that have begun."""
@@ -131,9 +131,9 @@ class Driver:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are still in use"  # one is the null block
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
         assert not self.worker.model_runner.requests
-        if hasattr(scheduler, "_batch"):
+        if hasattr(scheduler, "_batches"):
             lane = self.worker._prefill_lane
-            assert scheduler._batch is None and lane._batch_id is None
+            assert not scheduler._batches and lane._current is None and not lane._queue and not lane._launched
             assert not lane._runner.requests and not lane._finished_req_ids
             assert not [thread for thread in threading.enumerate() if thread.name == LANE_THREAD]
 

@@ -251,7 +251,7 @@ def test_an_exception_in_the_lane_ends_its_batch_alone(stock, pdmux, layer, capl
 
     def fail():
         if lane._lane.layer == layer and not broken:
-            broken.append(lane._batch_id)
+            broken.append(lane._current.id)
             raise RuntimeError("injected")
         original()
 

@@ -81,13 +81,12 @@ class CudaDevice:
         self._is_first = True
 
     def begin(self, group: int, runner: Any) -> None:
-        self._stream = self._prefill_streams[min(group, max(self._prefill_streams))]
+        before, self._stream = self._stream, self._prefill_streams[min(group, max(self._prefill_streams))]
+        self._stream.wait_stream(before)  # batches go through the lane in order
         # Blocks that the batch writes may be read by decode steps that are queued; blocks that it hits, written.
         self._stream.wait_stream(self._decode_stream)
         runner.__dict__["main_stream"] = self._stream  # else cached from the stream of the runner's first use
         self._is_first = True
-        while self._marks:
-            self._free_events.append(self._marks.popleft())
 
     def enter(self) -> None:
         torch.cuda.set_device(self._stream.device)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
@@ -27,9 +29,24 @@ def build_lane(kind: str, keep_thread: bool) -> Lane:
     return ThreadedLane(switch_in=state.swap, switch_out=state.swap, keep_thread=keep_thread)
 
 
-class PrefillLane:
-    """Runs one prefill batch at a time on the second runner, some layers per engine step.
+@dataclass(frozen=True)
+class Batch:
+    """A prefill batch in the lane."""
 
+    id: int
+    output: SchedulerOutput
+    grammar: GrammarOutput | None
+    group: int
+
+    @property
+    def req_ids(self) -> list[str]:
+        return list(self.output.num_scheduled_tokens)
+
+
+class PrefillLane:
+    """Runs prefill batches one after the other on the second runner, some layers per engine step.
+
+    A batch is queued, then current (its layers are being launched), then launched (the device has not finished it).
     Called from the worker's thread only, between or after the decode lane's work, never during it.
     """
 
@@ -39,68 +56,89 @@ class PrefillLane:
         self._handover = handover_for(decode_runner.vllm_config)
         self._lane = build_lane(kind, device.keep_thread)
         self._runner, self._view = build_prefill_runner(decode_runner, self._at_layer)
-        self._batch_id: int | None = None  # the batch in the lane
-        self._batch_req_ids: list[str] = []
-        self._output: Any = None  # of the batch, when all of it is launched
-        self._finished_req_ids: set[str] = set()  # finished while a batch was in the lane
+        self._queue: deque[Batch] = deque()
+        self._current: Batch | None = None
+        self._launched: deque[tuple[Batch, Any, str | None]] = deque()  # with output or error
+        self._finished_req_ids: set[str] = set()  # finished while their batch was in the lane
 
     def before_decode(self, output: SchedulerOutput, order: PrefillOrder) -> None:
         """What must happen before the decode lane runs the step `output`: drops, and requests that change lanes."""
-        if order.drop is not None and order.drop == self._batch_id:
-            self._lane.drop()
-            self._device.drop()
-            self._leave()
+        if order.drop is not None:
+            self._drop(order.drop)
         self._finished_req_ids |= self._handover.gone(output)
-        if self._batch_id is None:
-            self._forget_finished()
+        self._forget_finished()
         self._handover.move(output.num_scheduled_tokens, self._runner, self._decode_runner)
 
     def advance(self, order: PrefillOrder, wait: bool) -> LaneReport | None:
-        """Begin the order's batch if it brings one, and launch its layers. None when there was nothing to run.
+        """Take the order's batch if it brings one, and launch layers. None when there was nothing to run.
 
         `wait`: nothing decodes, so a batch that is launched is reported as ended at once, with an output that may have
         to be waited for.
         """
+        start = time.perf_counter()
         if order.start is not None:
-            self._begin(order)
-        if order.batch_id is None or order.batch_id != self._batch_id:
-            return None  # the batch ended before the scheduler knew (async scheduling looks one step ahead)
-        first_layer, start = self._lane.layer, time.perf_counter()
-        output, error = None, None
-        if self._output is None and self._launch(order.layers, wait):
-            self._output, error = self._take()
-        end_layer = self._lane.layer
-        if self._output is not None and (wait or self._device.is_done(self._output)):
-            output = self._output
-        if output is not None or error is not None:
-            self._leave()
-        advance_ms = (time.perf_counter() - start) * 1e3
-        return LaneReport(order.batch_id, first_layer, end_layer, advance_ms, output, error)
+            assert order.batch_id is not None
+            self._queue.append(Batch(order.batch_id, order.start, order.grammar, order.group))
+        if self._current is None and self._queue:
+            self._begin(self._queue.popleft())
+        batch, first_layer, end_layer = self._current, self._lane.layer, self._lane.layer
+        if batch is not None:
+            end_layer = self._launch(order.layers, wait)
+        return self._report(batch, first_layer, end_layer, wait, start)
 
     def close(self) -> None:
         """Stop the lane's thread; a batch in progress is abandoned."""
         self._lane.close()
 
-    def _begin(self, order: PrefillOrder) -> None:
-        assert order.start is not None and self._batch_id is None, "the lane runs one batch at a time"
-        self._handover.move(order.start.num_scheduled_tokens, self._decode_runner, self._runner)
-        self._batch_id, self._batch_req_ids = order.batch_id, list(order.start.num_scheduled_tokens)
-        self._view.begin()
-        self._device.begin(order.group, self._runner)
-        self._lane.start(lambda: self._run(order.start, order.grammar))
+    def _report(
+        self, batch: Batch | None, first_layer: int, end_layer: int, wait: bool, start: float
+    ) -> LaneReport | None:
+        ended, output, error = self._launched[0] if self._launched else (None, None, None)
+        if ended is not None and (error is not None or wait or self._device.is_done(output)):
+            self._launched.popleft()
+            self._forget_finished()
+            if batch is not ended:
+                first_layer = end_layer = 0
+        elif batch is not None:
+            ended, output, error = batch, None, None
+        else:
+            return None  # nothing new, or a void order: async scheduling looks one step ahead
+        advance_ms = (time.perf_counter() - start) * 1e3
+        return LaneReport(ended.id, first_layer, end_layer, advance_ms, output, error)
 
-    def _run(self, output: SchedulerOutput, grammar: GrammarOutput | None) -> Any:
+    def _begin(self, batch: Batch) -> None:
+        self._handover.move(batch.output.num_scheduled_tokens, self._decode_runner, self._runner)
+        self._current = batch
+        self._view.begin()
+        self._device.begin(batch.group, self._runner)
+        self._lane.start(lambda: self._run(batch))
+
+    def _run(self, batch: Batch) -> Any:
         """The job: a stock step of the second runner. Runs on the lane's thread."""
         self._device.enter()
-        result = self._runner.execute_model(output)
-        return self._runner.sample_tokens(grammar) if result is None else result
+        result = self._runner.execute_model(batch.output)
+        return self._runner.sample_tokens(batch.grammar) if result is None else result
 
-    def _launch(self, layers: int, wait: bool) -> bool:
-        """Launch `layers` layers, fewer where the device has enough queued; whether all of the batch is launched."""
-        end, stride, ended = self._lane.layer + layers, layers if wait else self._device.stride(layers), False
-        while not ended and self._lane.layer < end and (wait or self._device.wants_more()):
-            ended = self._lane.advance(stride)
-        return ended
+    def _launch(self, layers: int, wait: bool) -> int:
+        """Launch `layers` layers, fewer where the device has enough queued; the current batch's layers after that.
+
+        When all of the batch is launched the next one begins, so that the device does not run dry between them.
+        """
+        batch, end_layer = self._current, 0
+        while self._current is not None and layers > 0 and (wait or self._device.wants_more()):
+            first_layer = self._lane.layer
+            ended = self._lane.advance(layers if wait else self._device.stride(layers))
+            layers -= max(1, self._lane.layer - first_layer)
+            if ended:
+                output, error = self._take()
+                self._launched.append((self._current, output, error))
+            if self._current is batch:
+                end_layer = self._lane.layer
+            if ended:
+                self._current = None
+                if self._queue and error is None:
+                    self._begin(self._queue.popleft())
+        return end_layer
 
     def _at_layer(self) -> None:
         self._device.mark()
@@ -110,14 +148,23 @@ class PrefillLane:
         try:
             return self._lane.take(), None
         except Exception as error:  # noqa: BLE001 - whatever the forward raised ends this batch, not the engine
-            req_ids = ", ".join(self._batch_req_ids)
-            logger.exception("prefill batch %s failed; its requests are %s", self._batch_id, req_ids)
+            assert self._current is not None
+            req_ids = ", ".join(self._current.req_ids)
+            logger.exception("prefill batch %s failed; its requests are %s", self._current.id, req_ids)
             return None, f"{type(error).__name__}: {error}"
 
-    def _leave(self) -> None:
-        self._batch_id, self._batch_req_ids, self._output = None, [], None
-        self._forget_finished()
+    def _drop(self, last_id: int) -> None:
+        if self._current is not None and self._current.id <= last_id:
+            self._lane.drop()
+            self._current = None
+        self._queue = deque(batch for batch in self._queue if batch.id > last_id)
+        self._launched = deque(entry for entry in self._launched if entry[0].id > last_id)
+        self._device.drop()
 
     def _forget_finished(self) -> None:
-        self._handover.forget(self._finished_req_ids, self._runner)
-        self._finished_req_ids.clear()
+        if not self._finished_req_ids:
+            return
+        batches = [*self._queue, *([self._current] if self._current else []), *(entry[0] for entry in self._launched)]
+        in_lane = {req_id for batch in batches for req_id in batch.req_ids}
+        self._handover.forget(self._finished_req_ids - in_lane, self._runner)
+        self._finished_req_ids &= in_lane

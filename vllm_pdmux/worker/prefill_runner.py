@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 
 from vllm_pdmux.worker.layer_view import LayerView
 
@@ -25,6 +25,8 @@ def prefill_config(vllm_config: VllmConfig, view: LayerView) -> VllmConfig:
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = view
+    # No graph was captured on this lane's streams, and one captured elsewhere would run on other SMs.
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     return config
 
 

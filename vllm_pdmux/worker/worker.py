@@ -33,6 +33,9 @@ class ReportingOutput(AsyncModelRunnerOutput):
             report = replace(report, output=_resolved(report.output))
         return attach_report(_resolved(self._output), report)
 
+    def get_kv_connector_output(self) -> None:
+        """KV connectors are refused at start."""
+
 
 def _resolved(output: ModelRunnerOutput | AsyncModelRunnerOutput) -> ModelRunnerOutput:
     return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
