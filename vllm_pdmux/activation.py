@@ -132,7 +132,7 @@ def activate(vllm_config: VllmConfig, environ: Mapping[str, str]) -> None:
     reason = asked_by(vllm_config, environ)
     if reason is None:
         if environ.get(ENVIRONMENT_VARIABLE) and "PDMUX" not in environ:
-            _logger().warning(
+            _logger().warning_once(
                 "%s is set but nothing asks for pdmux: set PDMUX=1 to use it, or unset it", ENVIRONMENT_VARIABLE
             )
         return

@@ -12,6 +12,8 @@ NOT_ASKED = {
     "left out of VLLM_PLUGINS": {"VLLM_PLUGINS": "another", "PDMUX": "1"},
 }
 
+UNUSED_FILE = "PDMUX_CONFIG is set but nothing asks for pdmux: set PDMUX=1 to use it, or unset it"
+
 
 @pytest.fixture(scope="module")
 def without():
@@ -60,9 +62,25 @@ def test_what_serves_requests_is_not_imported(installed):
 
 @pytest.mark.parametrize("environ", NOT_ASKED.values(), ids=NOT_ASKED)
 def test_a_variable_that_does_not_ask_changes_no_setting(environ, without, tmp_path):
-    settings = tmp_path / "pdmux.yml"
-    settings.write_text("layers_per_group: 2\n")
-    resolved = resolve(environ={name: value.format(settings=settings) for name, value in environ.items()})
+    resolved = resolve(environ=filled_in(environ, tmp_path))
     assert resolved.settings == without.settings
     assert (resolved.worker, resolved.scheduler) == (STOCK_WORKER, STOCK_SCHEDULER)
-    assert resolved.log and without.log.endswith(resolved.log)  # but for what the import prints
+    stock_log = "\n".join(line for line in resolved.log.splitlines() if UNUSED_FILE not in line)
+    assert stock_log and without.log.rstrip().endswith(stock_log)  # without what the import prints
+
+
+@pytest.mark.parametrize(
+    "environ, warnings",
+    [({"PDMUX_CONFIG": "{settings}"}, 1), ({"PDMUX_CONFIG": "{settings}", "PDMUX": "0"}, 0), ({"PDMUX_CONFIG": ""}, 0)],
+    ids=["nothing asks", "switched off", "no file"],
+)
+def test_a_settings_file_that_nothing_uses_is_worth_one_warning(environ, warnings, tmp_path):
+    resolved = resolve(environ=filled_in(environ, tmp_path))
+    assert len(resolved.log_lines(UNUSED_FILE)) == warnings
+    assert len(resolved.checked_again) == 3, "the configuration was checked several times"
+
+
+def filled_in(environ, folder):
+    settings = folder / "pdmux.yml"
+    settings.write_text("layers_per_group: 2\n")
+    return {name: value.format(settings=settings) for name, value in environ.items()}

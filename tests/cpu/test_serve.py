@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LAYERS, LAYERS_PER_GROUP = 30, 2
 QUESTIONS = ("Tell me a story about a dog.", "Why is the sky blue?", "Write a letter to a friend.")
-LONG_PROMPT = " ".join(f"Ship {number} carries {number * 7 % 50} boxes." for number in range(150)) + " Which ship is full?"
+LONG_PROMPT = " ".join(f"Ship {number} carries {number * 7 % 50} boxes." for number in range(150)) + " Which is full?"
 EXIT_STATUS_OF_STOCK = 0  # what a server without the plugin gives after SIGTERM, while it drains or aborts
 DRAIN_S = 240
 
