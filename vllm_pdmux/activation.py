@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
 KEY = "pdmux"  # in additional_config, and the plugin's name in VLLM_PLUGINS
 SCHEDULER = "vllm_pdmux.Scheduler"
+SCHEDULERS = (
+    SCHEDULER,
+    "vllm_pdmux.scheduler.Scheduler",
+    "vllm_pdmux.scheduler.PDMuxScheduler",
+    "vllm_pdmux.scheduler.PDMuxAsyncScheduler",
+)
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_pdmux.worker.cpu.PDMuxCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "vllm_pdmux.worker.gpu.PDMuxGPUWorker",
@@ -86,7 +92,9 @@ def asked_by(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
 def is_ours(scheduler_cls: str | type | None) -> bool:
     """Whether a value of ``--scheduler-cls`` names this package."""
     if isinstance(scheduler_cls, str):
-        return scheduler_cls.startswith("vllm_pdmux.")
+        if scheduler_cls.startswith("vllm_pdmux.") and scheduler_cls not in SCHEDULERS:
+            raise ActivationError(f"--scheduler-cls {scheduler_cls!r} is not a scheduler of vllm_pdmux: use {SCHEDULER}")
+        return scheduler_cls in SCHEDULERS
     return scheduler_cls is not None and scheduler_cls.__module__.startswith("vllm_pdmux.")
 
 
@@ -131,7 +139,7 @@ def activate(vllm_config: VllmConfig, environ: Mapping[str, str]) -> None:
         return  # a config that vLLM makes in passing, or one that is prepared already
     reason = asked_by(vllm_config, environ)
     if reason is None:
-        if environ.get(ENVIRONMENT_VARIABLE) and "PDMUX" not in environ:
+        if environ.get(ENVIRONMENT_VARIABLE) and "PDMUX" not in environ and _inline(vllm_config) is None:
             _logger().warning_once(
                 "%s is set but nothing asks for pdmux: set PDMUX=1 to use it, or unset it", ENVIRONMENT_VARIABLE
             )

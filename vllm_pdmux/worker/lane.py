@@ -89,7 +89,7 @@ class ThreadedLane:
         self._keep_thread = keep_thread
         self._thread: threading.Thread | None = None
         self._go = threading.Semaphore(0)  # released by the engine's thread: the job may run
-        self._back = threading.Semaphore(0)  # released by the lane's thread: the job stopped or ended
+        self._back = threading.Event()  # set by the lane's thread: the job stopped or ended
         self._job: Callable[[], Any] | None = None
         self._stop_before = 0  # the layer before which the job stops next
         self._dropping = False
@@ -142,7 +142,7 @@ class ThreadedLane:
         if threading.current_thread() is not self._thread:
             return  # another user of the same layers: a warm-up, or the serial path
         if self.layer == self._stop_before:
-            self._back.release()
+            self._back.set()
             self._go.acquire()
             if self._dropping:
                 raise Dropped
@@ -168,10 +168,17 @@ class ThreadedLane:
         self._thread, self._closing = None, False
 
     def _run_until_back(self) -> None:
+        self._back.clear()
         self._switch_in()
         self._go.release()
-        self._back.acquire()
-        self._switch_out()
+        try:
+            self._back.wait()
+        except BaseException:
+            # The handler of a signal raised, as vLLM's do. Nothing may be done to a job that still runs: first it stops.
+            self._back.wait()
+            raise
+        finally:
+            self._switch_out()
 
     def _main(self) -> None:
         while True:
@@ -183,4 +190,4 @@ class ThreadedLane:
                 self._result = self._job()
             except BaseException as error:  # noqa: BLE001 - everything a job raises belongs to whoever takes it
                 self._error = error
-            self._back.release()
+            self._back.set()
