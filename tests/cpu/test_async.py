@@ -65,11 +65,21 @@ def closing(total: int, length: int) -> int:
 
 
 def answer(tokens: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> list[int]:
-    """The closed form of an answer."""
+    """What an engine is to say to a prompt."""
     tokens, start = list(tokens), len(tokens)
     while len(tokens) < start + max_tokens and tokens[start:][-1:] not in [[token] for token in stop]:
         tokens.append(next_token(tokens))
     return tokens[start:]
+
+
+def session_answer(turns: Sequence[Arrival]) -> list[int]:
+    """What an engine is to say in a session. A turn follows on all that was said but its last token."""
+    context, said = [], []
+    for turn in turns:
+        context += turn.prompt
+        said += answer(context, turn.max_tokens, turn.stop)
+        context += answer(context, turn.max_tokens, turn.stop)[:-1]
+    return said
 
 
 @dataclass
@@ -185,7 +195,8 @@ class StandInRunner:
         for new in output.scheduled_new_reqs:
             # Known already: the next turn of a streaming session.
             self.input_batch.remove_request(new.req_id)
-            self.requests[new.req_id] = State(new.prompt_token_ids.copy(), list(new.block_ids[0]), new.num_computed_tokens)
+            blocks = list(new.block_ids[0])
+            self.requests[new.req_id] = State(new.prompt_token_ids.copy(), blocks, new.num_computed_tokens)
             self.input_batch.req_ids.append(new.req_id)
         for i, req_id in enumerate(output.scheduled_cached_reqs.req_ids):
             self._update_cached(req_id, i, output.scheduled_cached_reqs)
@@ -283,13 +294,14 @@ class StandInPDMuxExecutor(StandInExecutor):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that arrives before engine step `step`."""
+    """A request that arrives before engine step `step`. A resumable one is a turn of the session with its name."""
 
     name: str
     prompt: Sequence[int]
     max_tokens: int = 25
     step: int = 0
     stop: Sequence[int] = ()
+    resumable: bool = False
 
     @property
     def answer(self) -> list[int]:
@@ -297,7 +309,8 @@ class Arrival:
 
     def request(self, core) -> Request:
         params = SamplingParams(temperature=0, max_tokens=self.max_tokens, stop_token_ids=list(self.stop))
-        return Request(self.name, list(self.prompt), params, None, block_hasher=core.request_block_hasher)
+        options = {"block_hasher": core.request_block_hasher, "resumable": self.resumable}
+        return Request(self.name, list(self.prompt), params, None, **options)
 
 
 class Engine:
@@ -326,30 +339,40 @@ class Engine:
         self, arrivals: Sequence[Arrival], after_step: Callable[[Engine], None] | None = None
     ) -> dict[str, list[int]]:
         """Serve all arrivals; the tokens of each, and `self.reasons` why it ended."""
-        pending = sorted(arrivals, key=lambda arrival: arrival.step)
+        self.pending = sorted(arrivals, key=lambda arrival: arrival.step)
         self.tokens, self.reasons = {arrival.name: [] for arrival in arrivals}, {}
         self.step_number = 0
-        while pending or self.scheduler.requests or self.core.batch_queue:
-            while pending and pending[0].step <= self.step_number:
-                self.core.add_request(pending.pop(0).request(self.core))
-            self._keep(self.core.step_fn()[0] or {})
+        while self.pending or self.scheduler.requests or self.core.batch_queue:
+            while self.pending and self.pending[0].step <= self.step_number:
+                self.core.add_request(self.pending.pop(0).request(self.core))
+            self._keep(self._step())
             if after_step is not None:
                 after_step(self)
             self.step_number += 1
             assert self.step_number < 3000, "not done after 3000 steps"
         return self.tokens
 
+    def _step(self):
+        if self.scheduler.has_requests() or self.core.batch_queue:
+            return self.core.step_fn()[0] or {}
+        self.core._process_aborts_queue()  # an idle engine has them from its input queue
+        return {}
+
+    def abort(self, name: str, in_flight: bool = False) -> None:
+        """Between two steps, or so that the engine hears of it in its next update. A session sends no more turns."""
+        self.pending = [arrival for arrival in self.pending if arrival.name != name]
+        (self.core.aborts_queue.put if in_flight else self.core.abort_requests)([name])
+
     def _keep(self, outputs):
         for client in outputs.values():
             for output in client.outputs:
-                assert output.request_id not in self.reasons, "an output after the end"
                 self.tokens[output.request_id] += output.new_token_ids
                 if output.finish_reason is not None:
                     self.reasons[output.request_id] = str(output.finish_reason)
 
     def in_lane(self, name: str) -> bool:
         batch = self.scheduler._batch
-        return batch is not None and name in batch.requests and self.scheduler.requests.get(name) is batch.requests[name]
+        return batch is not None and name in {request.request_id for request in batch.alive(self.scheduler.requests)}
 
     def layer(self) -> int:
         return self.worker._prefill_lane._lane.layer
@@ -358,6 +381,7 @@ class Engine:
         return [step for step in self.scheduler.pdmux_trace.steps if step.end_layer > step.first_layer]
 
     def settle(self):
+        self.core._process_aborts_queue()  # those that came after the last step
         while self.scheduler.has_requests() or self.core.batch_queue:
             self.core.step_fn()
 
@@ -472,8 +496,7 @@ def test_abort_at_any_moment(pdmux, stage, beside, in_flight):
     others = [late("first", 60, 4, 55)] if stage == "queued" else []
     others += [late("beside", 40, 5, 77)] if beside else []
     arrivals = [*chats(), *others, late(), late("again", step=20)]
-    abort = pdmux.core.aborts_queue.put if in_flight else pdmux.core.abort_requests
-    hook = Once(STAGES[stage], lambda engine: abort(["long"]))
+    hook = Once(STAGES[stage], lambda engine: engine.abort("long", in_flight))
     got = pdmux.run(arrivals, hook)
     assert hook.done, "the stage was never reached"
     assert_answers(got, arrivals, "long")
@@ -482,7 +505,7 @@ def test_abort_at_any_moment(pdmux, stage, beside, in_flight):
 
 def test_an_id_that_is_aborted_and_sent_again_is_two_requests(pdmux):
     def again(engine):
-        engine.core.abort_requests(["long"])
+        engine.abort("long")
         engine.tokens["long"] = []
         engine.core.add_request(late(length=90, seed=31).request(engine.core))
 
@@ -506,7 +529,9 @@ def test_preemption_when_the_kv_cache_is_small(pdmux):
 
 
 def reset(engine):
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    """All running requests are preempted and the prefix cache is emptied; stock refuses while a session waits."""
+    if not engine.scheduler.kv_holding_waiting:
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
 def pause(engine):
@@ -556,10 +581,35 @@ class Plan:
     abort: int | None  # the step after which it is aborted
     abort_in_flight: bool  # the engine hears of it in its next update, not between two steps
 
-    def arrival(self, name: str) -> Arrival:
+    def arrivals(self, name: str) -> list[Arrival]:
         tokens = [*prompt(self.shared_blocks * BLOCK, 1), *prompt(self.own_tokens, 100 + self.content)]
         stop = [] if self.stop_at is None else [answer(tokens, self.stop_at + 1)[-1]]
-        return Arrival(name, tokens, self.max_tokens, self.step, stop)
+        return [Arrival(name, tokens, self.max_tokens, self.step, stop)]
+
+    def answer(self) -> list[int]:
+        return self.arrivals("")[0].answer
+
+
+@dataclass(frozen=True)
+class SessionPlan:
+    """A session of a schedule."""
+
+    turns: list[tuple[int, int, int]]  # prompt tokens, max_tokens, steps to the next turn or to the end
+    content: int
+    step: int
+    abort: int | None
+    abort_in_flight: bool
+
+    def arrivals(self, name: str) -> list[Arrival]:
+        arrivals, step = [], self.step
+        for number, (length, max_tokens, gap) in enumerate(self.turns):
+            tokens = prompt(length, 200 + 10 * number + self.content)
+            arrivals.append(Arrival(name, tokens, max_tokens, step, resumable=True))
+            step += gap
+        return [*arrivals, Arrival(name, [0], step=step)]
+
+    def answer(self) -> list[int]:
+        return session_answer(self.arrivals("")[:-1])
 
 
 @dataclass(frozen=True)
@@ -567,6 +617,7 @@ class Schedule:
     """What happens to an engine."""
 
     plans: list[Plan]
+    sessions: list[SessionPlan]
     layers: int
     chunk: int
     report_delay: int
@@ -574,8 +625,8 @@ class Schedule:
     disturbances: dict[int, Callable]  # by the step after which they happen
 
     @property
-    def named(self) -> dict[str, Plan]:
-        return {f"r{i}": plan for i, plan in enumerate(self.plans)}
+    def named(self) -> dict[str, Plan | SessionPlan]:
+        return {f"r{i}": plan for i, plan in enumerate([*self.plans, *self.sessions])}
 
 
 def resume(engine):
@@ -587,14 +638,14 @@ def nothing(engine):
 
 
 @st.composite
-def some_plan(draw):
-    shared = draw(st.integers(0, 6))
+def some_plan(draw, max_prompt, max_tokens):
+    shared = draw(st.integers(0, (max_prompt - 1) // BLOCK))
     step = draw(st.integers(0, 30))
     return Plan(
         shared_blocks=shared,
-        own_tokens=draw(st.integers(1, 220 - shared * BLOCK)),
+        own_tokens=draw(st.integers(1, max_prompt - shared * BLOCK)),
         content=draw(st.integers(0, 3)),
-        max_tokens=draw(st.integers(1, 60)),
+        max_tokens=draw(st.integers(1, max_tokens)),
         stop_at=draw(st.none() | st.integers(0, 10)),
         step=step,
         abort=draw(st.none() | st.none() | st.integers(step, step + 25)),
@@ -602,10 +653,35 @@ def some_plan(draw):
     )
 
 
+@st.composite
+def some_session(draw):
+    step = draw(st.integers(0, 30))
+    return SessionPlan(
+        turns=draw(
+            st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=3)
+        ),
+        content=draw(st.integers(0, 2)),
+        step=step,
+        abort=draw(st.none() | st.none() | st.none() | st.integers(step, step + 60)),
+        abort_in_flight=draw(st.booleans()),
+    )
+
+
 def some_schedule():
+    """Many requests in a small KV cache, or sessions and requests that fit in it.
+
+    For stock vLLM forgets a session whose turn ends while the session is preempted: that ends the turn a second time.
+    """
+    return schedules_of(st.lists(some_plan(220, 120), min_size=1, max_size=8), st.just([])) | schedules_of(
+        st.lists(some_plan(60, 36), max_size=2), st.lists(some_session(), min_size=1, max_size=2)
+    )
+
+
+def schedules_of(plans, sessions):
     return st.builds(
         Schedule,
-        plans=st.lists(some_plan(), min_size=1, max_size=8),
+        plans=plans,
+        sessions=sessions,
         layers=st.sampled_from([1, 2, 3, 7, 1000]),
         chunk=st.sampled_from([16, 50, 256]),
         report_delay=st.integers(0, 2),
@@ -626,9 +702,9 @@ class Script:
 
     def __call__(self, engine):
         step = engine.step_number
-        aborted = {name: plan for name, plan in self.schedule.named.items() if plan.abort == step}
-        for name, plan in aborted.items():
-            (engine.core.aborts_queue.put if plan.abort_in_flight else engine.core.abort_requests)([name])
+        for name, plan in self.schedule.named.items():
+            if plan.abort == step:
+                engine.abort(name, plan.abort_in_flight)
         self.schedule.disturbances.get(step, nothing)(engine)
         if step - self.PAUSE_STEPS in self.schedule.disturbances:
             resume(engine)
@@ -681,12 +757,13 @@ class Watch:
             assert lane._lane.layer > self.layer_of.get(order.batch_id, 0), "the lane stood still"
             self.layer_of[order.batch_id] = lane._lane.layer
         busy = output.total_num_scheduled_tokens > 0 or order.batch_id is not None
-        self.idle_steps = 0 if busy or not self.scheduler.has_unfinished_requests() else self.idle_steps + 1
+        may_idle = not self.scheduler.has_unfinished_requests() or self.scheduler.num_waiting_for_streaming_input > 0
+        self.idle_steps = 0 if busy or may_idle else self.idle_steps + 1
         assert self.idle_steps <= self.engine.core.batch_queue_size, "no lane does anything"
 
 
 def check_schedule(engine, schedule, watch):
-    arrivals = [plan.arrival(name) for name, plan in schedule.named.items()]
+    arrivals = [arrival for name, plan in schedule.named.items() for arrival in plan.arrivals(name)]
     script = Script(schedule)
 
     def after_step(engine):
@@ -696,11 +773,9 @@ def check_schedule(engine, schedule, watch):
     engine.scheduler.max_num_active_reqs = schedule.max_active
     try:
         got = engine.run(arrivals, after_step)
-        for arrival in arrivals:
-            if schedule.named[arrival.name].abort is None:
-                assert got[arrival.name] == arrival.answer, f"tokens of {arrival.name}"
-            else:
-                assert got[arrival.name] == arrival.answer[: len(got[arrival.name])], f"tokens of {arrival.name}"
+        for name, plan in schedule.named.items():
+            expected = plan.answer() if plan.abort is None else plan.answer()[: len(got[name])]
+            assert got[name] == expected, f"tokens of {name}"
         engine.assert_nothing_left()
     finally:
         engine.scheduler.max_num_active_reqs = ENGINE["max_num_seqs"]

@@ -227,6 +227,7 @@ class Subject:
     def __exit__(self, exc_type, *_):
         self.driver.scheduler.max_num_active_reqs = ENGINE["max_num_seqs"]
         if exc_type is not None:
+            self.driver.worker._prefill_lane.close()
             self.driver = None
 
 
@@ -293,4 +294,6 @@ def run(pdmux, schedule):
             watch.check_step()
             script(driver)
 
-        return pdmux.run(arrivals, after_step)
+        got = pdmux.run(arrivals, after_step)
+        pdmux.scheduler.set_pause_state(PauseState.UNPAUSED)  # all that ran may have been aborted meanwhile
+        return got
