@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("PDMUX_EXPERIMENTAL_CUDA", "1")
 
 from machine import description, spread
 
@@ -75,10 +76,19 @@ def main() -> None:
             rows += [{**row, "round": round_number} for row in found["rows"]]
             machine = found["description"]
             if args.out:  # what has been measured is kept, should a later round be cut off
-                result = {**machine, "command": " ".join(["python", *sys.argv]), "summary": summary(rows), "rows": rows}
+                result = {**machine, "command": command_line(), "summary": summary(rows), "rows": rows}
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
     for line in summary(rows):
         print(" ".join(f"{key}={show(value)}" for key, value in line.items()))
+
+
+def command_line() -> str:
+    """This command, without where its results went."""
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return " ".join(["python benchmarks/frontier.py", *arguments])
 
 
 def run_arm(arm: str) -> dict[str, Any]:

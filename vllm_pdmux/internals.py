@@ -34,6 +34,7 @@ def _all(module: str, owner: str, names: str, used_in: str) -> tuple[Internal, .
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 
 INTERNALS: tuple[Internal, ...] = (
     # The scheduler: what the views hide, and what a batch in the lane changes.
@@ -61,6 +62,7 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.v1.core.sched.output", "SchedulerOutput", "total_num_scheduled_tokens preempted_req_ids", "scheduler"),
     *_all("vllm.v1.core.sched.output", "GrammarOutput", "grammar_bitmask", "prefill_batch"),
     *_all("vllm.config.model", "ModelConfig", "get_num_layers", "scheduler"),
+    *_all("vllm.config.model", "ModelConfig", "get_num_experts", "support"),
     *_all("vllm.config.scheduler", "SchedulerConfig", "scheduler_cls async_scheduling", "activation"),
     *_all("vllm.config.vllm", "VllmConfig", "additional_config scheduler_config parallel_config", "activation"),
     *_all("vllm.config.parallel", "ParallelConfig", "worker_cls", "activation"),
@@ -92,6 +94,23 @@ INTERNALS: tuple[Internal, ...] = (
     *_all(_RUNNER, "GPUModelRunner", "discard_request_mask", "worker.prefill_runner"),
     *_all("vllm.v1.worker.gpu_input_batch", "InputBatch", "remove_request", "worker.handover"),
     *_all("vllm.v1.worker.gpu_input_batch", "InputBatch", "generators num_reqs", "worker.prefill_runner"),
+    # Model Runner V2, on GPUs.
+    *_all(_RUNNER_V2, "GPUModelRunner", "execute_model sample_tokens", "worker.prefill_lane"),
+    *_all(_RUNNER_V2, "GPUModelRunner", "load_model", "worker.prefill_runner"),
+    *_all(_RUNNER_V2, "GPUModelRunner", "initialize_kv_cache kv_caches model", "worker.prefill_runner"),
+    *_all(_RUNNER_V2, "", "init_kv_cache", "worker.prefill_runner"),
+    *_all(_RUNNER_V2, "GPUModelRunner", "_remove_request req_states", "worker.handover"),
+    *_all(_RUNNER_V2, "GPUModelRunner", "main_stream", "worker.lane_device"),
+    *_all(_RUNNER_V2, "GPUModelRunner", "cudagraph_manager", "worker.gpu"),
+    *_all("vllm.v1.worker.gpu.states", "RequestState", "req_id_to_index", "worker.handover"),
+    *_all("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager", "_capture_stream", "worker.gpu"),
+    *_all("vllm.v1.worker.gpu.async_utils", "AsyncOutput", "copy_event", "worker.lane_device"),
+    *_all("vllm.v1.worker.gpu_worker", "Worker", "init_device determine_available_memory", "worker.gpu"),
+    *_all("vllm.v1.worker.gpu_worker", "Worker", "peak_activation_memory", "worker.gpu"),
+    *_all("vllm.v1.outputs", "AsyncModelRunnerOutput", "get_output", "worker.worker"),
+    *_all("vllm.v1.core.sched.output", "NewRequestData", "from_request", "residency"),
+    *_all("vllm.v1.core.sched.output", "CachedRequestData", "req_ids num_computed_tokens", "residency"),
+    *_all("vllm.v1.request", "Request", "_all_token_ids", "residency"),
     # The forward pass.
     *_all("vllm.forward_context", "", "_forward_context", "worker.process_state"),
     *_all("vllm.forward_context", "ForwardContext", "no_compile_layers", "worker.layer_view"),

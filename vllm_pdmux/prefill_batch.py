@@ -33,9 +33,13 @@ class PrefillBatch:
         """
         return [request for req_id, request in self.requests.items() if requests.get(req_id) is request]
 
+    def stale_ids(self, requests: Mapping[str, Request]) -> set[str]:
+        """The ids that have been given to another request since."""
+        return {req_id for req_id, request in self.requests.items() if requests.get(req_id) not in (None, request)}
+
     def output_for(self, requests: Mapping[str, Request]) -> SchedulerOutput:
         """The batch's step, without requests whose id has been given to another request since."""
-        stale = {i for i, request in self.requests.items() if requests.get(i) not in (None, request)}
+        stale = self.stale_ids(requests)
         if not stale:
             return self.output
         kept = {i: n for i, n in self.output.num_scheduled_tokens.items() if i not in stale}

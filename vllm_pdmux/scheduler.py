@@ -54,10 +54,13 @@ class PDMuxSchedulerMixin:
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self.pdmux_trace = StepTrace(settings.trace_steps)
         self._batches: deque[PrefillBatch] = deque()  # in the lane, in order
-        self._max_batches = 2 if is_gpu else 1
+        # A GPU must not run dry between two batches. (A V1 runner could not resume what was dropped before it began.)
+        self._max_batches = 2 if is_gpu and self.use_v2_model_runner else 1
         self._next_batch_id = 0
         self._drop: int | None = None  # the last batch that the worker has still to be told to drop
-        self._prefill_prev_step: set[str] = set()  # prev_step_scheduled_req_ids of the prefill view
+        # prev_step_scheduled_req_ids of the prefill view: the requests in its runner's persistent batch. A request that
+        # comes to a runner is sent with all its tokens, one that is in its batch without.
+        self._prefill_prev_step: set[str] = set()
         self._stats_muted = False
         logger.info(
             "PD-multiplexing scheduler: %s, policy %s, lane %s",
@@ -111,8 +114,11 @@ class PDMuxSchedulerMixin:
         """Whether to admit a batch now: late, so that it takes all that has arrived, yet before the lane runs dry."""
         if not self._batches:
             return True
-        launched = self._batches[-1].layers_launched >= self._model_layers * LAYERS_BEFORE_NEXT
-        return len(self._batches) < self._max_batches and launched and self._anything_to_prefill()
+        if len(self._batches) >= self._max_batches or not self._anything_to_prefill():
+            return False
+        if any(batch.stale_ids(self.requests) for batch in self._batches):
+            return False  # the worker still holds another request under an id that has been sent again
+        return self._batches[-1].layers_launched >= self._model_layers * LAYERS_BEFORE_NEXT
 
     def _bound_lane(self) -> str | None:
         """The lane in which an unfinished prompt must be continued: prompt logprobs are gathered in one V2 runner."""
@@ -158,6 +164,8 @@ class PDMuxSchedulerMixin:
         return output
 
     def _localise(self, output: SchedulerOutput, lane: str) -> SchedulerOutput:
+        left = self._prefill_prev_step if lane == DECODE else self.prev_step_scheduled_req_ids
+        left.difference_update(output.num_scheduled_tokens)  # they are no longer in the other runner's batch
         if self._residency is None:
             return output
         return self._residency.localise(output, lane, self.requests, self.kv_cache_manager.get_block_ids)

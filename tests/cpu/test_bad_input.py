@@ -90,8 +90,8 @@ def test_a_scheduler_of_somebody_else_is_not_replaced():
 
 def test_a_worker_of_somebody_else_is_not_replaced():
     assert message_of(resolve(ASKED | {"worker_cls": "acme.Worker"})) == (
-        "--worker-cls 'acme.Worker' cannot be combined with pdmux, which serves vllm.v1.worker.cpu_worker.CPUWorker: "
-        "drop --worker-cls, or use --worker-extension-cls to add methods"
+        "--worker-cls 'acme.Worker' cannot be combined with pdmux, which serves vllm.v1.worker.cpu_worker.CPUWorker, "
+        "vllm.v1.worker.gpu_worker.Worker: drop --worker-cls, or use --worker-extension-cls to add methods"
     )
 
 
@@ -274,11 +274,53 @@ def test_another_platform_plugin_is_named(tmp_path):
 def test_a_platform_of_vllm_that_we_do_not_serve_is_named(monkeypatch):
     from vllm import platforms
 
-    other = type("XPUPlatform", (), {"__module__": "vllm.platforms.xpu", "is_cpu": lambda self: False})
+    no = staticmethod(lambda: False)
+    other = type("XPUPlatform", (), {"__module__": "vllm.platforms.xpu", "is_cpu": no, "is_cuda": no})
     monkeypatch.setattr(platforms, "current_platform", other())
     assert problems(servable(), INSTALLED, {}) == [
-        "the platform vllm.platforms.xpu.XPUPlatform is not supported: this version serves the CPU build of vLLM only"
+        "the platform vllm.platforms.xpu.XPUPlatform is not supported: "
+        "pdmux serves the CPU and NVIDIA builds of vLLM"
     ]
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """A config of a dense bf16 model, as on an NVIDIA GPU; takes what differs."""
+    from vllm import platforms
+
+    members = {"__module__": "vllm.platforms.cuda", "is_cpu": lambda self: False, "is_cuda": lambda self: True}
+    members["has_device_capability"] = lambda self, capability: capability <= 90
+    monkeypatch.setattr(platforms, "current_platform", type("CudaPlatform", (), members)())
+
+    def make(experts=0, quantization=None, v2=True):
+        config = servable()
+        config.use_v2_model_runner = v2
+        config.model_config.get_num_experts = lambda: experts
+        config.model_config.quantization = quantization
+        config.model_config.model = "m"
+        return config
+
+    return make
+
+
+def test_a_gpu_is_asked_for_by_name(on_cuda):
+    assert problems(on_cuda(), INSTALLED, {}) == [
+        "lanes on NVIDIA GPUs are experimental in this version: set PDMUX_EXPERIMENTAL_CUDA=1 to use them"
+    ]
+    assert problems(on_cuda(), INSTALLED, {"PDMUX_EXPERIMENTAL_CUDA": "1"}) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"experts": 8}, "mixture-of-experts models (model m)"),
+        ({"quantization": "fp8"}, "quantization (fp8)"),
+        ({"v2": False}, "unset VLLM_USE_V2_MODEL_RUNNER"),
+    ],
+)
+def test_what_has_not_been_run_on_a_gpu_is_refused_there(on_cuda, config, named):
+    (problem,) = problems(on_cuda(**config), INSTALLED, {"PDMUX_EXPERIMENTAL_CUDA": "1"})
+    assert named in problem
 
 
 @pytest.mark.engine

@@ -168,9 +168,10 @@ class Watch:
         del self.scheduler.schedule
 
     def check_scheduled(self):
-        batch = self.scheduler._batch
-        if batch is None:
-            return
+        for batch in self.scheduler._batches:
+            self.check_batch(batch)
+
+    def check_batch(self, batch):
         assert not batch.requests.keys() & self.output.num_scheduled_tokens.keys(), "a request is in both lanes"
         manager = self.scheduler.kv_cache_manager
         in_use = [block for blocks in batch.held_blocks for block in blocks]

@@ -86,8 +86,8 @@ class Lane:
         self.batches, self.at_turn, self.action, self.done = [], at_turn, action, False
 
     def __call__(self, driver):
-        batch = driver.scheduler._batch
-        if batch is None or SESSION not in batch.requests:
+        batch = next((batch for batch in driver.scheduler._batches if SESSION in batch.requests), None)
+        if batch is None:
             return
         if batch.id not in self.batches:
             self.batches.append(batch.id)
