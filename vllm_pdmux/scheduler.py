@@ -277,6 +277,10 @@ class PDMuxSchedulerMixin:
                 return
         super()._free_request_blocks(request)
 
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._prefill_prev_step.discard(request.request_id)  # it leaves the batch, whether the lane has another or not
+
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if reset_running_requests:
             self._prefill_prev_step.clear()
