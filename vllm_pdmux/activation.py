@@ -93,7 +93,9 @@ def is_ours(scheduler_cls: str | type | None) -> bool:
     """Whether a value of ``--scheduler-cls`` names this package."""
     if isinstance(scheduler_cls, str):
         if scheduler_cls.startswith("vllm_pdmux.") and scheduler_cls not in SCHEDULERS:
-            raise ActivationError(f"--scheduler-cls {scheduler_cls!r} is not a scheduler of vllm_pdmux: use {SCHEDULER}")
+            raise ActivationError(
+                f"--scheduler-cls {scheduler_cls!r} is not a scheduler of vllm_pdmux: use {SCHEDULER}"
+            )
         return scheduler_cls in SCHEDULERS
     return scheduler_cls is not None and scheduler_cls.__module__.startswith("vllm_pdmux.")
 

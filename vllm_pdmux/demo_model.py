@@ -81,16 +81,20 @@ def _find_gguf() -> Path:
     for folder in spec.submodule_search_locations or ():
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise ModelMissing(f"the package {SOURCE_PACKAGE} holds no .gguf file. Reinstall it: "
-                       f"{_pip('--force-reinstall ' + _INSTALL[SOURCE_PACKAGE])}")
+    raise ModelMissing(
+        f"the package {SOURCE_PACKAGE} holds no .gguf file. Reinstall it: "
+        f"{_pip('--force-reinstall ' + _INSTALL[SOURCE_PACKAGE])}"
+    )
 
 
 def _require(package: str) -> Any:
     """The import spec of a package, or ModelMissing naming the command that installs it."""
     spec = importlib.util.find_spec(package)
     if spec is None:
-        raise ModelMissing(f"the demo model needs the package {package}, which is not installed. "
-                           f"Install it: {_pip(_INSTALL[package])}  (or run `make env` in a checkout)")
+        raise ModelMissing(
+            f"the demo model needs the package {package}, which is not installed. "
+            f"Install it: {_pip(_INSTALL[package])}  (or run `make env` in a checkout)"
+        )
     return spec
 
 
@@ -126,8 +130,15 @@ def _convert_in_child(gguf: Path, folder: Path, progress: Callable[[str], None])
     # Nothing here needs the model hub, and a slow network must not stall the demo.
     env = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **os.environ}
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
-        with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
-                              text=True, errors="replace") as child:
+        with subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            errors="replace",
+        ) as child:
             for line in child.stdout:
                 progress(line.rstrip())
         if child.returncode == 0:
@@ -135,8 +146,10 @@ def _convert_in_child(gguf: Path, folder: Path, progress: Callable[[str], None])
         stderr.seek(0)
         lines = [line for line in stderr.read().splitlines() if line.strip()]
     reason = _one_line(lines[-1] if lines else f"exit status {child.returncode}, nothing printed")
-    raise ModelMissing(f"converting {gguf} failed ({reason}). If the file is damaged: "
-                       f"{_pip('--force-reinstall ' + _INSTALL[SOURCE_PACKAGE])}")
+    raise ModelMissing(
+        f"converting {gguf} failed ({reason}). If the file is damaged: "
+        f"{_pip('--force-reinstall ' + _INSTALL[SOURCE_PACKAGE])}"
+    )
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -175,8 +188,11 @@ def _write_weights(model: Any, path: Path) -> None:
     packed = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
     if packed:
         raise ValueError(f"{len(packed)} weights are not floating point, among them {packed[0]}")
-    save_file({name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}, path,
-              metadata={"format": "pt"})
+    save_file(
+        {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},
+        path,
+        metadata={"format": "pt"},
+    )
     path.chmod(0o644)  # safetensors leaves 0600
 
 
@@ -207,8 +223,10 @@ def _scratch_beside(target: Path) -> Iterator[Path]:
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         scratch.chmod(0o755)
     except OSError as error:
-        raise ModelMissing(f"the model cache {target.parent} cannot be written ({_one_line(error)}). "
-                           "Name another folder: PDMUX_CACHE=FOLDER") from error
+        raise ModelMissing(
+            f"the model cache {target.parent} cannot be written ({_one_line(error)}). "
+            "Name another folder: PDMUX_CACHE=FOLDER"
+        ) from error
     try:
         yield scratch
     finally:
@@ -237,8 +255,10 @@ def _put_in_place(scratch: Path, target: Path, gguf: Path) -> None:
             stale = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
             target.rename(stale)
             shutil.rmtree(stale, ignore_errors=True)
-    raise ModelMissing(f"the model could not be moved to {target}: other processes keep replacing it. "
-                       "Remove that folder, or name another cache: PDMUX_CACHE=FOLDER")
+    raise ModelMissing(
+        f"the model could not be moved to {target}: other processes keep replacing it. "
+        "Remove that folder, or name another cache: PDMUX_CACHE=FOLDER"
+    )
 
 
 def _one_line(error: BaseException | str) -> str:

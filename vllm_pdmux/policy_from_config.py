@@ -7,8 +7,8 @@ from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule, Policy, TableP
 
 def build_policy(config: PDMuxConfig, splits: int, paced_by_device: bool = False) -> Policy:
     """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
-    `sm_group_num - 2`. `paced_by_device`: the worker launches no more layers than keep the device busy, so that without a
-    setting no other limit is needed. Raises ConfigError when `fixed_group` is not among them."""
+    `sm_group_num - 2`. `paced_by_device`: the worker launches no more layers than keep the device busy, so that
+    without a setting no other limit is needed. Raises ConfigError when `fixed_group` is not among them."""
     rule = _layer_rule(config, paced_by_device)
     if config.policy == "table":
         thresholds = tuple(min_decode_batch for _, _, min_decode_batch in config.manual_divisions)

@@ -40,7 +40,9 @@ class Residency:
             new = [
                 replace(
                     NewRequestData.from_request(
-                        requests[cached.req_ids[i]], block_ids(cached.req_ids[i]), requests[cached.req_ids[i]]._all_token_ids
+                        requests[cached.req_ids[i]],
+                        block_ids(cached.req_ids[i]),
+                        requests[cached.req_ids[i]]._all_token_ids,
                     ),
                     num_computed_tokens=cached.num_computed_tokens[i],
                 )

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +18,13 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pdmux.activation import require_active, settings_of
+from vllm_pdmux.hiding import Hiding
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
 from vllm_pdmux.outputs import merge_outputs
 from vllm_pdmux.policy import Load
@@ -40,7 +39,7 @@ DECODE, PREFILL = "decode", "prefill"  # the lanes
 LAYERS_BEFORE_NEXT = 0.75  # share of a batch's layers that is launched when the next batch is admitted behind it
 
 
-class PDMuxSchedulerMixin:
+class PDMuxSchedulerMixin(Hiding):
     """Over one of vLLM's schedulers. It hides requests and delegates; no scheduling is done here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +60,6 @@ class PDMuxSchedulerMixin:
         # prev_step_scheduled_req_ids of the prefill view: the requests in its runner's persistent batch. A request that
         # comes to a runner is sent with all its tokens, one that is in its batch without.
         self._prefill_prev_step: set[str] = set()
-        self._stats_muted = False
         logger.info(
             "PD-multiplexing scheduler: %s, policy %s, lane %s",
             "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous",
@@ -293,43 +291,6 @@ class PDMuxSchedulerMixin:
         if pause_state == PauseState.PAUSED_ALL and self._batches:
             # A paused engine may get other weights: the chunks in the lane start again when the engine resumes.
             self._preempt(self._drop_batches())
-
-    # --- hiding ----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _visible(
-        self, requests: list[Request], hidden_before: Iterable[Request] = (), hidden_after: Iterable[Request] = ()
-    ) -> Iterator[None]:
-        """Only `requests` run; afterwards all do again, in the order of their admission."""
-        self.running = requests
-        try:
-            yield
-        finally:
-            self.running = [*hidden_before, *self.running, *hidden_after]
-
-    @contextmanager
-    def _hidden_queues(self) -> Iterator[None]:
-        """No request waits; those that are preempted meanwhile wait in front afterwards."""
-        waiting, kv_holding = self.waiting, self.kv_holding_waiting
-        self.waiting, self.kv_holding_waiting = create_request_queue(self.policy), create_request_queue(self.policy)
-        try:
-            yield
-        finally:
-            preempted, self.waiting, self.kv_holding_waiting = list(self.waiting), waiting, kv_holding
-            for request in reversed(preempted):
-                self.waiting.prepend_request(request)
-
-    @contextmanager
-    def _muted_stats(self) -> Iterator[None]:
-        """One step makes one set of statistics, though it is updated twice."""
-        self._stats_muted = True
-        try:
-            yield
-        finally:
-            self._stats_muted = False
-
-    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        return None if self._stats_muted else super().make_stats(*args, **kwargs)
 
 
 class PDMuxScheduler(PDMuxSchedulerMixin, StockScheduler):

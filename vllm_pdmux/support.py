@@ -54,9 +54,7 @@ REFUSALS = (
         _more_than_one("prefill_context_parallel_size"),
         "set --prefill-context-parallel-size 1",
     ),
-    Refusal(
-        "dual batch overlap", lambda c: c.parallel_config.use_ubatching and "--enable-dbo", "drop --enable-dbo"
-    ),
+    Refusal("dual batch overlap", lambda c: c.parallel_config.use_ubatching and "--enable-dbo", "drop --enable-dbo"),
     Refusal(
         "a KV connector",
         lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,

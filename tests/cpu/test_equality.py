@@ -167,11 +167,23 @@ def test_sampling_parameters(assert_same_as_stock, pdmux, params):
 
 
 def test_structured_output(assert_same_as_stock, pdmux):
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     params = SamplingParams(temperature=0, max_tokens=90, structured_outputs=StructuredOutputsParams(json=schema))
-    choice = SamplingParams(temperature=0, max_tokens=10, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    choice = SamplingParams(
+        temperature=0, max_tokens=10, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+    )
     results = assert_same_as_stock(
-        [*chats(2), Arrival("early", prompt(30, 3), params), late(150, params=params), late(90, params=choice, name="c")]
+        [
+            *chats(2),
+            Arrival("early", prompt(30, 3), params),
+            late(150, params=params),
+            late(90, params=choice, name="c"),
+        ]
     )
     assert set(json.loads(results["long"].texts[0])) == {"n"}
     assert results["c"].texts[0].endswith(("yes", "no"))  # behind the end of a prompt that is not text

@@ -95,9 +95,7 @@ def console(file: TextIO) -> Console:
 # --- while it runs ----------------------------------------------------------------------------------------------------
 
 
-def panels(
-    name: str, workload: Workload, layers: int, progress: Progress, size: ConsoleDimensions
-) -> RenderableType:
+def panels(name: str, workload: Workload, layers: int, progress: Progress, size: ConsoleDimensions) -> RenderableType:
     """A panel for each chat, two in a row, as many as fit, and one for the document."""
     shown = workload.chats[: 2 * max(1, (size.height - 2) // _PANEL_HEIGHT - 1)]
     hidden = len(workload.chats) - len(shown)

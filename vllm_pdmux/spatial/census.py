@@ -65,9 +65,7 @@ class Census:
 
         blocks = 8 * self._torch.cuda.get_device_properties(self._seen.device).multi_processor_count
         arguments = ((self._seen.data_ptr(), _SPIN_CYCLES), (ctypes.c_void_p, ctypes.c_longlong))
-        (error,) = self._cu.cuLaunchKernel(
-            self._kernel, blocks, 1, 1, 32, 1, 1, 0, stream.cuda_stream, arguments, 0
-        )
+        (error,) = self._cu.cuLaunchKernel(self._kernel, blocks, 1, 1, 32, 1, 1, 0, stream.cuda_stream, arguments, 0)
         assert error == self._cu.CUresult.CUDA_SUCCESS, f"the census kernel does not launch: {error}"
 
     def _clear(self) -> None:

@@ -74,11 +74,16 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
             if made.prefill_sms != group.prefill_sms:
                 logger.warning(
                     "PD-multiplexing: the driver grants prefill %d SMs in group %d instead of %d (steps of %d)",
-                    made.prefill_sms, group.index, group.prefill_sms, partitions.limits.step_sms,
+                    made.prefill_sms,
+                    group.index,
+                    group.prefill_sms,
+                    partitions.limits.step_sms,
                 )
             streams[group.index] = torch.cuda.ExternalStream(made.prefill_stream)
             logger.info(
-                "PD-multiplexing group %d: prefill on %d of %d SMs, decode on all", group.index, made.prefill_sms,
+                "PD-multiplexing group %d: prefill on %d of %d SMs, decode on all",
+                group.index,
+                made.prefill_sms,
                 partitions.limits.total_sms,
             )
         self._partitions = partitions  # keeps the green contexts

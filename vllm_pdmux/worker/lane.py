@@ -174,7 +174,7 @@ class ThreadedLane:
         try:
             self._back.wait()
         except BaseException:
-            # The handler of a signal raised, as vLLM's do. Nothing may be done to a job that still runs: first it stops.
+            # A signal's handler raised, as vLLM's do. Nothing may be done to a job that still runs: first it stops.
             self._back.wait()
             raise
         finally:

@@ -19,7 +19,7 @@ class LaneDevice(Protocol):
     keep_thread: bool  # whether the lane's thread outlives its batch
 
     def begin(self, group: int, runner: Any) -> None:
-        """On the worker's thread, before a batch: choose its stream, behind all work that the decode lane has queued."""
+        """On the worker's thread, before a batch: choose its stream, behind what the decode lane has queued."""
 
     def enter(self) -> None:
         """On the lane's thread, when the batch starts to run."""

@@ -54,7 +54,8 @@ class PDMuxWorkerMixin:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         settings = settings_of(self.vllm_config)  # type: ignore[attr-defined]
-        self._prefill_lane = PrefillLane(self.model_runner, settings.lane, self._lane_device())  # type: ignore[attr-defined]
+        runner = self.model_runner  # type: ignore[attr-defined]
+        self._prefill_lane = PrefillLane(runner, settings.lane, self._lane_device())
 
     def _lane_device(self) -> LaneDevice:
         return HostDevice()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the scheduler hides requests from a call of stock ``schedule()``, and statistics from one of its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.request import Request
+
+
+class Hiding:
+    """A mixin over one of vLLM's schedulers; all is put back when a context ends, also after an error."""
+
+    _stats_muted = False
+
+    @contextmanager
+    def _visible(
+        self, requests: list[Request], hidden_before: Iterable[Request] = (), hidden_after: Iterable[Request] = ()
+    ) -> Iterator[None]:
+        """Only `requests` run; afterwards all do again, in the order of their admission."""
+        self.running = requests
+        try:
+            yield
+        finally:
+            self.running = [*hidden_before, *self.running, *hidden_after]
+
+    @contextmanager
+    def _hidden_queues(self) -> Iterator[None]:
+        """No request waits; those that are preempted meanwhile wait in front afterwards."""
+        waiting, kv_holding = self.waiting, self.kv_holding_waiting
+        self.waiting, self.kv_holding_waiting = create_request_queue(self.policy), create_request_queue(self.policy)
+        try:
+            yield
+        finally:
+            preempted, self.waiting, self.kv_holding_waiting = list(self.waiting), waiting, kv_holding
+            for request in reversed(preempted):
+                self.waiting.prepend_request(request)
+
+    @contextmanager
+    def _muted_stats(self) -> Iterator[None]:
+        """One step makes one set of statistics, though it is updated twice."""
+        self._stats_muted = True
+        try:
+            yield
+        finally:
+            self._stats_muted = False
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self._stats_muted else super().make_stats(*args, **kwargs)
