@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -32,7 +34,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_pdmux.messages import attach_report, order_of, report_of
 from vllm_pdmux.policy import LayerRule, TablePolicy
@@ -84,7 +86,7 @@ def session_answer(turns: Sequence[Arrival]) -> list[int]:
 
 @dataclass
 class State:
-    """What a V1 runner remembers of a request."""
+    """What a runner remembers of a request."""
 
     prompt_token_ids: list[int]
     block_ids: list[int]
@@ -97,15 +99,70 @@ class State:
 
 
 @dataclass
+class Input:
+    """A request's part of one forward pass."""
+
+    first: int  # position of the first token that is computed
+    tokens: list[int]
+    slots: np.ndarray  # of all positions up to the last token
+    is_sampled: bool  # False: a prompt's chunk that is not its last
+    total: int = 0
+
+
+class StandInRunner:
+    """The forward pass of the stand-in model; its subclasses follow the requests from step to step."""
+
+    def __init__(self, vllm_config, device):
+        self.vllm_config, self.device = vllm_config, device
+        self.requests: dict[str, State] = {}
+        self._inputs: dict[str, Input] | None = None
+
+    def execute_model(self, output):
+        assert self._inputs is None, "sample_tokens was not called"
+        self.update_states(output)
+        if not output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        inputs = {i: self.input_of(i, n) for i, n in output.num_scheduled_tokens.items()}
+        for cache, name in zip(self.kv_caches, LAYER_NAMES, strict=True):
+            self.vllm_config.compilation_config.static_forward_context[name]  # where the lane stops
+            for part in inputs.values():
+                cache[part.slots[part.first :]] = part.tokens
+            for part in inputs.values():
+                part.total += weighted(cache[part.slots].tolist())
+        self._inputs = inputs
+        return None
+
+    def sample_tokens(self, grammar_output):
+        inputs, self._inputs = self._inputs, None
+        sampled = {i: closing(part.total, len(part.slots)) for i, part in inputs.items() if part.is_sampled}
+        self.keep_sampled(sampled)
+        return ModelRunnerOutput(
+            req_ids=list(inputs),
+            req_id_to_index={req_id: i for i, req_id in enumerate(inputs)},
+            sampled_token_ids=[[sampled[i]] if i in sampled else [] for i in inputs],
+        )
+
+
+def new_kv_caches(kv_cache_config):
+    never_written = 10**6
+    return np.full((LAYERS, kv_cache_config.num_blocks * BLOCK), never_written)
+
+
+def slots_of(block_ids: list[int], end: int) -> np.ndarray:
+    positions = np.arange(end)
+    return np.array(block_ids)[positions // BLOCK] * BLOCK + positions % BLOCK
+
+
+@dataclass
 class Row:
-    """A request in a runner's batch: copies of its tokens and block ids, which follow it only while it stays there."""
+    """A request in a V1 runner's batch: copies of its tokens and block ids, up to date only while it stays there."""
 
     tokens: list[int]
     block_ids: list[int]
 
 
 class Batch:
-    """The requests of a runner's last step, and the tokens that it sampled for them."""
+    """The requests of a V1 runner's last step, and the tokens that it sampled for them."""
 
     def __init__(self):
         self.rows: dict[str, Row] = {}
@@ -124,67 +181,29 @@ class Batch:
         self.on_device.pop(req_id, None)
 
 
-@dataclass
-class Input:
-    """A request's part of one forward pass."""
-
-    first: int  # position of the first token that is computed
-    tokens: list[int]
-    slots: np.ndarray  # of all positions up to the last token
-    is_sampled: bool  # False: a prompt's chunk that is not its last
-    total: int = 0
-
-
-class StandInRunner:
-    """Speaks a V1 runner's protocol under asynchronous scheduling; see GPUModelRunner._update_states."""
+class StandInRunnerV1(StandInRunner):
+    """Speaks a V1 runner's protocol under asynchronous scheduling; see vllm.v1.worker.gpu_model_runner."""
 
     def __init__(self, vllm_config, device):
-        self.vllm_config, self.device = vllm_config, device
-        self.requests: dict[str, State] = {}
+        super().__init__(vllm_config, device)
         self.num_prompt_logprobs: dict[str, int] = {}
         self.input_batch = Batch()
         self.discard_request_mask = SimpleNamespace(np=np.zeros(ENGINE["max_num_seqs"], dtype=bool))
-        self._inputs: dict[str, Input] | None = None
 
     def initialize_kv_cache(self, kv_cache_config):
         self.kv_cache_config = kv_cache_config
         self.initialize_kv_cache_tensors(kv_cache_config)
 
     def initialize_kv_cache_tensors(self, kv_cache_config):
-        never_written = 10**6
-        self.kv_caches = np.full((LAYERS, kv_cache_config.num_blocks * BLOCK), never_written)
+        self.kv_caches = new_kv_caches(kv_cache_config)
 
-    def execute_model(self, output):
-        assert self._inputs is None, "sample_tokens was not called"
-        self._update_states(output)
-        if not output.total_num_scheduled_tokens:
-            return EMPTY_MODEL_RUNNER_OUTPUT
-        assert self.input_batch.rows.keys() == output.num_scheduled_tokens.keys()
-        inputs = {i: self._input(i, output.num_scheduled_tokens[i]) for i in self.input_batch.rows}
-        self.discard_request_mask.np[: len(inputs)] = [not part.is_sampled for part in inputs.values()]
-        for cache, name in zip(self.kv_caches, LAYER_NAMES, strict=True):
-            self.vllm_config.compilation_config.static_forward_context[name]  # where the lane stops
-            for part in inputs.values():
-                cache[part.slots[part.first :]] = part.tokens
-            for part in inputs.values():
-                part.total += weighted(cache[part.slots].tolist())
-        self._inputs = inputs
-        return None
-
-    def sample_tokens(self, grammar_output):
-        inputs, self._inputs = self._inputs, None
-        sampled = {i: closing(part.total, len(part.slots)) for i, part in inputs.items() if part.is_sampled}
+    def keep_sampled(self, sampled):
         for req_id in sampled:
             self.requests[req_id].output_token_ids.append(PLACEHOLDER)
             self.input_batch.rows[req_id].tokens.append(PLACEHOLDER)
         self.input_batch.on_device = sampled
-        return ModelRunnerOutput(
-            req_ids=list(inputs),
-            req_id_to_index={req_id: i for i, req_id in enumerate(inputs)},
-            sampled_token_ids=[[sampled[i]] if i in sampled else [] for i in inputs],
-        )
 
-    def _input(self, req_id, count):
+    def input_of(self, req_id, count):
         state, row = self.requests[req_id], self.input_batch.rows[req_id]
         first, end = state.num_computed_tokens, state.num_computed_tokens + count
         tokens = row.tokens[first:end]
@@ -192,11 +211,9 @@ class StandInRunner:
         if tokens[-1] == PLACEHOLDER:
             tokens[-1] = self.input_batch.on_device[req_id]
         assert PLACEHOLDER not in tokens
-        positions = np.arange(end)
-        slots = np.array(row.block_ids)[positions // BLOCK] * BLOCK + positions % BLOCK
-        return Input(first, tokens, slots, is_sampled=end >= len(state.tokens))
+        return Input(first, tokens, slots_of(row.block_ids, end), is_sampled=end >= len(state.tokens))
 
-    def _update_states(self, output):
+    def update_states(self, output):
         for req_id in output.finished_req_ids:
             self.requests.pop(req_id, None)
             self.input_batch.remove_request(req_id)
@@ -211,6 +228,7 @@ class StandInRunner:
             self.input_batch.add_request(new.req_id, state)
         for i, req_id in enumerate(output.scheduled_cached_reqs.req_ids):
             self._update_cached(req_id, i, output.scheduled_cached_reqs)
+        assert self.input_batch.rows.keys() == output.num_scheduled_tokens.keys()
 
     def _update_cached(self, req_id, i, data):
         state, row, num_output = self.requests[req_id], self.input_batch.rows.get(req_id), data.num_output_tokens[i]
@@ -229,13 +247,66 @@ class StandInRunner:
         self.input_batch.add_request(req_id, state)
 
 
+class StandInRunnerV2(StandInRunner):
+    """Speaks Model Runner V2's protocol; see vllm.v1.worker.gpu.model_runner.
+
+    A request that it does not know comes with all its tokens; from then on it keeps what it samples. It forgets a
+    request that is preempted.
+    """
+
+    def __init__(self, vllm_config, device):
+        super().__init__(vllm_config, device)
+        self.req_states = SimpleNamespace(req_id_to_index=self.requests)
+        self.model = SimpleNamespace(kv_caches=None)  # the layers, to which the KV cache is bound
+
+    def load_model(self, model):
+        self.model = model
+
+    def initialize_kv_cache(self, kv_cache_config):
+        self.kv_cache_config = kv_cache_config
+        if self.model.kv_caches is None:
+            self.model.kv_caches = new_kv_caches(kv_cache_config)
+
+    @property
+    def kv_caches(self):
+        return self.model.kv_caches
+
+    def _remove_request(self, req_id):
+        self.requests.pop(req_id, None)
+
+    def keep_sampled(self, sampled):
+        for req_id, token in sampled.items():
+            self.requests[req_id].output_token_ids.append(token)
+
+    def input_of(self, req_id, count):
+        state = self.requests[req_id]
+        first, end = state.num_computed_tokens, state.num_computed_tokens + count
+        tokens = state.tokens[first:end]
+        assert len(tokens) == count, f"{req_id} is to compute tokens that its runner does not have"
+        return Input(first, tokens, slots_of(state.block_ids, end), is_sampled=end >= len(state.tokens))
+
+    def update_states(self, output):
+        for req_id in output.finished_req_ids | (output.preempted_req_ids or set()):
+            self._remove_request(req_id)
+        for new in output.scheduled_new_reqs:
+            tokens = list(new.prefill_token_ids)
+            self.requests[new.req_id] = State(tokens, list(new.block_ids[0]), new.num_computed_tokens)
+        data = output.scheduled_cached_reqs
+        for req_id, num_computed, block_ids in zip(
+            data.req_ids, data.num_computed_tokens, data.new_block_ids, strict=True
+        ):
+            self.requests[req_id].num_computed_tokens = num_computed
+            self.requests[req_id].block_ids.extend(block_ids[0] if block_ids else [])
+
+
 class StandInWorker:
     """In the place of vLLM's CPU worker."""
 
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
         vllm_config.compilation_config.static_forward_context = dict.fromkeys(LAYER_NAMES)
-        self.model_runner = StandInRunner(vllm_config, torch.device("cpu"))
+        runner = StandInRunnerV2 if vllm_config.use_v2_model_runner else StandInRunnerV1
+        self.model_runner = runner(vllm_config, torch.device("cpu"))
 
     def get_kv_cache_spec(self):
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -328,13 +399,17 @@ class Arrival:
 class Engine:
     """Runs an engine core with asynchronous scheduling, step by step."""
 
-    def __init__(self, model: str, executor: type, pdmux: dict | None, **arguments):
+    def __init__(self, model: str, pdmux: dict | None, use_v2: bool, **arguments):
         additional = {} if pdmux is None else {"pdmux": {"trace_steps": 4096, **pdmux}}
         arguments = {**ENGINE, "num_gpu_blocks_override": BLOCKS, "additional_config": additional, **arguments}
         config = EngineArgs(model=model, **arguments).create_engine_config()
         config.scheduler_config.async_scheduling = True  # the CPU platform has just set it to False
-        self.core = EngineCore(config, executor, log_stats=True)
+        executor = StandInExecutor if pdmux is None else StandInPDMuxExecutor
+        with mock.patch.object(VllmConfig, "use_v2_model_runner", use_v2):  # on a CPU it is False
+            self.core = EngineCore(config, executor, log_stats=True)
         self.scheduler, self.worker = self.core.scheduler, self.core.model_executor.driver_worker
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.taken = []  # blocks that no request may have
 
     def fresh(self, layers: int = 1, chunk: int = 256, report_delay: int = 0, batches: int = 1) -> Engine:
         """As it was when it started, but for the settings."""
@@ -395,6 +470,13 @@ class Engine:
         current = self.worker._prefill_lane._current
         return current is None or name not in current.req_ids
 
+    def take_free_blocks(self) -> None:
+        self.taken += self.pool.get_new_blocks(self.pool.get_num_free_blocks())
+
+    def give_blocks_back(self) -> None:
+        self.pool.free_blocks(self.taken)
+        self.taken = []
+
     def lane_steps(self):
         return [step for step in self.scheduler.pdmux_trace.steps if step.end_layer > step.first_layer]
 
@@ -406,7 +488,7 @@ class Engine:
     def assert_nothing_left(self):
         """No request, KV block, thread or runner state is left over."""
         self.settle()
-        scheduler, pool = self.scheduler, self.scheduler.kv_cache_manager.block_pool
+        scheduler, pool = self.scheduler, self.pool
         assert not scheduler.requests and not scheduler.running
         assert not scheduler.waiting and not scheduler.kv_holding_waiting
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are still in use"  # one is the null block
@@ -421,22 +503,40 @@ class Engine:
 # --- one thing at a time --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def stock_engine(tiny_model_path):
-    return Engine(tiny_model_path, StandInExecutor, None)
+class Engines:
+    """One engine of each kind; a new one after a failure, so that the next test starts with a sound one."""
+
+    def __init__(self, model: str):
+        self.model, self.engines = model, {}
+
+    @contextmanager
+    def lend(self, pdmux: bool, use_v2: bool):
+        kind = pdmux, use_v2
+        engine = self.engines.pop(kind, None) or Engine(self.model, {} if pdmux else None, use_v2)
+        try:
+            yield engine
+        except BaseException:
+            engine.worker.shutdown()  # ends its lane's thread
+            raise
+        self.engines[kind] = engine
 
 
 @pytest.fixture(scope="module")
-def pdmux_engine(tiny_model_path):
-    return Engine(tiny_model_path, StandInPDMuxExecutor, {})
+def engines(tiny_model_path):
+    return Engines(tiny_model_path)
 
 
+# The runner, the steps that reports come late, the batches in the lane at most. A batch that is dropped before it began
+# cannot be resumed by a V1 runner, which knows nothing of its requests: there the lane has one batch.
 @pytest.fixture(
-    params=[(0, 1), (1, 1), (2, 1), (0, 2), (2, 2)], ids=lambda p: f"reported {p[0]} steps late-{p[1]} batches at most"
+    params=[("V1", 0, 1), ("V1", 2, 1), ("V2", 0, 1), ("V2", 0, 2), ("V2", 1, 2), ("V2", 2, 2)],
+    ids=lambda p: f"{p[0]}, reported {p[1]} steps late, {p[2]} batches",
 )
-def pdmux(pdmux_engine, request):
-    yield pdmux_engine.fresh(report_delay=request.param[0], batches=request.param[1])
-    pdmux_engine.assert_nothing_left()
+def pdmux(engines, request):
+    runner, report_delay, batches = request.param
+    with engines.lend(True, runner == "V2") as engine:
+        yield engine.fresh(report_delay=report_delay, batches=batches)
+        engine.assert_nothing_left()
 
 
 def chats(n=3, max_tokens=40):
@@ -466,11 +566,13 @@ class Once:
             self.action(engine)
 
 
-def test_the_engine_is_asynchronous(stock_engine, pdmux_engine):
-    assert isinstance(pdmux_engine.scheduler, PDMuxAsyncScheduler)
-    for engine in (stock_engine, pdmux_engine):
-        assert isinstance(engine.scheduler, AsyncScheduler)
+@pytest.mark.parametrize("use_v2", [False, True])
+@pytest.mark.parametrize("scheduler", [AsyncScheduler, PDMuxAsyncScheduler])
+def test_the_engine_is_asynchronous(engines, scheduler, use_v2):
+    with engines.lend(scheduler is PDMuxAsyncScheduler, use_v2) as engine:
+        assert type(engine.scheduler) is scheduler
         assert engine.core.step_fn == engine.core.step_with_batch_queue and engine.core.batch_queue_size == 2
+        assert engine.scheduler.use_v2_model_runner == use_v2
 
 
 @pytest.mark.parametrize("layers", [1, 3, 1000])
@@ -562,8 +664,7 @@ def test_preemption_before_the_lane_has_another_batch(pdmux, said):
 def preempt_last(engine):
     """What the scheduler does when it is out of blocks. Not to a session, whose turn may just have ended."""
     scheduler = engine.scheduler
-    batch = getattr(scheduler, "_batch", None)
-    in_lane = batch.requests if batch else {}
+    in_lane = {req_id for batch in getattr(scheduler, "_batches", []) for req_id in batch.requests}
     for request in reversed(scheduler.running):
         if request.request_id not in in_lane and not request.resumable:
             scheduler.running.remove(request)
@@ -572,8 +673,15 @@ def preempt_last(engine):
             return
 
 
+def squeeze(engine):
+    """For some steps there are no blocks left. Not for a session, as in `preempt_last`."""
+    if not any(request.resumable for request in engine.scheduler.requests.values()):
+        engine.take_free_blocks()
+
+
 def reset(engine):
     """All running requests are preempted and the prefix cache is emptied; stock refuses while a session waits."""
+    engine.give_blocks_back()
     if not engine.scheduler.kv_holding_waiting:
         assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
@@ -592,10 +700,33 @@ def pause_new(engine):
     engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
 
 
+@pytest.mark.parametrize("action", [reset, pause, pause_for_new_weights])
+def test_resets_and_pauses_when_a_prompts_next_chunk_has_found_no_blocks(engines, action):
+    """It is preempted while its chunk before is in the lane, so it waits and is in the lane at once."""
+    caught = []
+
+    def hook(engine):
+        request, batches = engine.scheduler.requests.get("long"), engine.scheduler._batches
+        if not caught and engine.in_lane("long") and batches[0].layers_launched >= LAYERS - 3 and not engine.taken:
+            engine.take_free_blocks()
+        if not caught and request and request.status == RequestStatus.PREEMPTED and engine.in_lane("long"):
+            caught.append(engine.step_number)
+            engine.give_blocks_back()
+            action(engine)
+        if caught and engine.step_number == caught[0] + 4:
+            resume(engine)
+
+    arrivals = [*chats(), late()]
+    with engines.lend(True, use_v2=True) as pdmux:
+        got = pdmux.fresh(chunk=50, batches=2).run(arrivals, hook)
+        assert caught
+        assert_answers(got, arrivals)
+        pdmux.assert_nothing_left()
+
+
 @pytest.mark.parametrize("action", [reset, pause, pause_for_new_weights, pause_new])
 @pytest.mark.parametrize("stage", ["in a middle group", "in the last group", "decoding"])
 def test_resets_and_pauses(pdmux, action, stage):
-    pdmux.scheduler._max_batches = 1  # a dropped batch that never began is Model Runner V2's alone
     disturb = Once(STAGES[stage], action)
     resumed = []
 
@@ -677,6 +808,7 @@ class Schedule:
 
 def resume(engine):
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.give_blocks_back()
 
 
 def nothing(engine):
@@ -735,7 +867,7 @@ def schedules_of(plans, sessions):
         max_active=st.sampled_from([16, 16, 16, 3, 1]),
         disturbances=st.dictionaries(
             st.integers(1, 60),
-            st.sampled_from([preempt_last, preempt_last, reset, pause, pause_for_new_weights, pause_new]),
+            st.sampled_from([preempt_last, squeeze, squeeze, reset, pause, pause_for_new_weights, pause_new]),
             max_size=6,
         ),
     )
@@ -744,7 +876,7 @@ def schedules_of(plans, sessions):
 class Script:
     """A hook that aborts and disturbs at the steps that the schedule names."""
 
-    PAUSE_STEPS = 4
+    PAUSE_STEPS = 8
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
@@ -808,8 +940,9 @@ class Watch:
             assert stands > self.stands, "the lane stood still"
             self.stands = stands
         busy = output.total_num_scheduled_tokens > 0 or order.batch_id is not None
-        may_idle = not self.scheduler.has_unfinished_requests() or self.scheduler.num_waiting_for_streaming_input > 0
-        self.idle_steps = 0 if busy or may_idle else self.idle_steps + 1
+        has_work = self.scheduler.has_unfinished_requests()
+        waits = self.scheduler.num_waiting_for_streaming_input > 0 or self.engine.taken
+        self.idle_steps = self.idle_steps + 1 if has_work and not busy and not waits else 0
         assert self.idle_steps <= self.engine.core.batch_queue_size, "no lane does anything"
 
 
@@ -842,33 +975,21 @@ random_schedules = settings(
 )
 
 
+@pytest.mark.parametrize("use_v2", [False, True], ids=["V1", "V2"])
 @random_schedules
 @given(schedule=some_schedule())
-def test_any_schedule(new_engine, schedule):
-    with new_engine(StandInPDMuxExecutor, {}) as engine:
-        batches = 1 if schedule.disturbances else schedule.batches  # as in test_resets_and_pauses
+def test_any_schedule(engines, use_v2, schedule):
+    with engines.lend(True, use_v2) as engine:
+        batches = schedule.batches if use_v2 else 1
         engine.fresh(schedule.layers, schedule.chunk, schedule.report_delay, batches)
         with Watch(engine) as watch:
             check_schedule(engine, schedule, watch.check_step)
 
 
+@pytest.mark.parametrize("use_v2", [False, True], ids=["V1", "V2"])
 @random_schedules
 @given(schedule=some_schedule())
-def test_stock_gives_the_same_answers(new_engine, schedule):
+def test_stock_gives_the_same_answers(engines, use_v2, schedule):
     """What proves that the stand-ins are faithful: stock's asynchronous scheduler is at ease with them."""
-    with new_engine(StandInExecutor, None) as engine:
+    with engines.lend(False, use_v2) as engine:
         check_schedule(engine.fresh(chunk=schedule.chunk), schedule, lambda: None)
-
-
-@pytest.fixture(scope="module")
-def new_engine(tiny_model_path):
-    """An engine for the next example; a new one after a failure, so that it is a sound one."""
-    engines = {}
-
-    @contextmanager
-    def lend(executor, pdmux):
-        engine = engines.pop(executor, None) or Engine(tiny_model_path, executor, pdmux)
-        yield engine
-        engines[executor] = engine
-
-    return lend

@@ -29,6 +29,7 @@ class Census:
         from cuda.bindings import driver, nvrtc
 
         self._torch, self._cu = torch, driver
+        self._seen = torch.zeros(_MAX_SMS, dtype=torch.int32, device="cuda")  # makes the context that a module needs
         major, minor = torch.cuda.get_device_capability()
         error, program = nvrtc.nvrtcCreateProgram(_SOURCE, b"census.cu", 0, [], [])
         option = f"--gpu-architecture=sm_{major}{minor}".encode()
@@ -41,7 +42,6 @@ class Census:
         assert error == driver.CUresult.CUDA_SUCCESS, f"the census kernel does not load: {error}"
         _, self._kernel = driver.cuModuleGetFunction(module, b"census")
         self._kept: Any = (binary, module)
-        self._seen = torch.zeros(_MAX_SMS, dtype=torch.int32, device="cuda")
 
     def sms(self, stream: Any) -> frozenset[int]:
         """The SMs that a launch on `stream` (a torch stream) reaches."""
