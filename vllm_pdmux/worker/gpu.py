@@ -37,6 +37,8 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
     def determine_available_memory(self) -> int:
         """Stock's, less what the lane needs beside a stock step: its runner, and activations on each of its streams."""
         available = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes:
+            return available  # the user has said how much
         activations = int(getattr(self, "peak_activation_memory", 0))
         lane = SECOND_RUNNER_BYTES + activations * len(set(self._prefill_streams.values()))
         logger.info(

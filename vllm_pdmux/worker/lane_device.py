@@ -81,7 +81,9 @@ class CudaDevice:
         self._is_first = True
 
     def begin(self, group: int, runner: Any) -> None:
-        before, self._stream = self._stream, self._prefill_streams[min(group, max(self._prefill_streams))]
+        # A batch that begins with nothing decoding (group 0) may meet a decoding request: it has the first mixed group.
+        group = min(max(group, min(self._prefill_streams)), max(self._prefill_streams))
+        before, self._stream = self._stream, self._prefill_streams[group]
         self._stream.wait_stream(before)  # batches go through the lane in order
         # Blocks that the batch writes may be read by decode steps that are queued; blocks that it hits, written.
         self._stream.wait_stream(self._decode_stream)

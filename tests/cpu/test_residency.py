@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model Runner V2 is sent a request that changes lanes as a new one, with all its tokens and blocks."""
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.request import Request
+
+from vllm_pdmux.residency import Residency
+
+BLOCKS = {"a": ([1, 2, 3],), "b": ([4],)}
+
+
+@pytest.fixture
+def requests():
+    made = {name: Request(name, [5, 6, 7, 8], SamplingParams(max_tokens=4), None) for name in BLOCKS}
+    made["a"].append_output_token_ids(9)
+    return made
+
+
+@pytest.fixture
+def localise(requests):
+    residency = Residency()
+    return lambda output, lane: residency.localise(output, lane, requests, BLOCKS.__getitem__)
+
+
+def step(*cached, finished=(), preempted=()):
+    """A step in which requests go on that the stock scheduler has sent before."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=list(cached),
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[([70 + i],) for i, _ in enumerate(cached)],
+        num_computed_tokens=[4 + i for i, _ in enumerate(cached)],
+        num_output_tokens=[1 for _ in cached],
+    )
+    output.num_scheduled_tokens = dict.fromkeys(cached, 1)
+    output.total_num_scheduled_tokens = len(cached)
+    output.finished_req_ids, output.preempted_req_ids = set(finished), set(preempted)
+    return output
+
+
+def test_a_request_that_stays_is_sent_as_stock_sends_it(localise):
+    localise(step("a", "b"), "decode")
+    output = step("a", "b")
+    assert localise(output, "decode") is output
+
+
+def test_a_request_that_joins_is_new_with_its_first_token(localise):
+    localise(step("a"), "prefill")
+    output = localise(step("a"), "decode")
+    (new,) = output.scheduled_new_reqs
+    assert new.prefill_token_ids == [5, 6, 7, 8, 9] and new.prompt_token_ids == [5, 6, 7, 8]
+    assert new.num_computed_tokens == 4, "one token is left to compute: it runs as a decode"
+    assert new.block_ids == BLOCKS["a"] and output.num_scheduled_tokens == {"a": 1}
+    assert not output.scheduled_cached_reqs.req_ids
+
+
+def test_only_those_that_change_lanes_are_new(localise):
+    localise(step("b"), "decode")
+    localise(step("a"), "prefill")
+    output = localise(step("a", "b"), "decode")
+    assert [new.req_id for new in output.scheduled_new_reqs] == ["a"]
+    rest = output.scheduled_cached_reqs
+    assert (rest.req_ids, rest.num_computed_tokens, rest.new_block_ids) == (["b"], [5], [([71],)])
+    again = step("a", "b")
+    assert localise(again, "decode") is again
+
+
+@pytest.mark.parametrize("gone", ["finished", "preempted"])
+def test_a_request_that_was_gone_is_new_again(localise, gone):
+    localise(step("a"), "decode")
+    localise(step(**{gone: ["a"]}), "decode")
+    assert [new.req_id for new in localise(step("a"), "decode").scheduled_new_reqs] == ["a"]
