@@ -13,7 +13,7 @@ help:  ## list the targets
 	@echo '  ARGS="..." is handed to the command; PDMUX_VENV=FOLDER puts the environment elsewhere than .venv'
 
 env:  ## make, repair or reuse the virtual environment (about two minutes the first time)
-	@$(PYTHON) .ci/setup_env.py
+	@$(PYTHON) .ci/setup_env.py >&2
 
 demo: env  ## see prefill and decode share the CPU on a small model
 	@$(VENV_PYTHON) -m vllm_pdmux demo $(ARGS)

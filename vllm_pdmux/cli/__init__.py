@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from vllm_pdmux import __version__
 from vllm_pdmux.config_errors import one_line
 
 COMMANDS = {
@@ -49,6 +50,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser with the arguments of the chosen command; without one, with the help line of each."""
     parser = _Parser(prog=PROGRAM, description="PD-multiplexing for vLLM.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in [chosen] if chosen else COMMANDS:
         try:
