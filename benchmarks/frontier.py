@@ -29,7 +29,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("PDMUX_EXPERIMENTAL_CUDA", "1")
 
-from machine import description, spread
+from machine import command_line, description, spread
 
 SHAPES = {
     "llama-8b": {
@@ -80,15 +80,6 @@ def main() -> None:
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
     for line in summary(rows):
         print(" ".join(f"{key}={show(value)}" for key, value in line.items()))
-
-
-def command_line() -> str:
-    """This command, without where its results went."""
-    arguments = sys.argv[1:]
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        arguments = arguments[:at] + arguments[at + 2 :]
-    return " ".join(["python benchmarks/frontier.py", *arguments])
 
 
 def run_arm(arm: str) -> dict[str, Any]:

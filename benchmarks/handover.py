@@ -82,7 +82,6 @@ def prefill_alone_ms(model: str | None, tokens: int, repeats: int) -> dict[str, 
 
     def through(kind: Any, layers: int) -> None:
         lane._lane = kind
-        lane._view._at_layer = kind.at_layer
         run_in_lane(llm, lane, tokens, layers)
 
     arms = {
@@ -122,9 +121,9 @@ def run_in_lane(llm: Any, lane: Any, tokens: int, layers: int) -> None:
 
     scheduler, step = admit(llm, tokens)
     lane.before_decode(step, PrefillOrder())
-    report = lane.advance(PrefillOrder(0, layers, start=step))
+    report = lane.advance(PrefillOrder(0, layers, start=step), wait=False)
     while not report.ended:
-        report = lane.advance(PrefillOrder(0, layers))
+        report = lane.advance(PrefillOrder(0, layers), wait=False)
     finish(llm, scheduler, step, report.output)
 
 

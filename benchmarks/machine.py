@@ -10,14 +10,23 @@ from importlib import metadata
 from typing import Any
 
 
-def description(command: list[str] | None = None) -> dict[str, Any]:
+def description() -> dict[str, Any]:
     """The machine, versions and command of this run, for the results file."""
     return {
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": _gpu()},
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
         "python": platform.python_version(),
-        "command": " ".join(command or [os.path.basename(sys.executable), *sys.argv]),
+        "command": command_line(),
     }
+
+
+def command_line() -> str:
+    """The command of this run, without where its results go."""
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return " ".join(["python", f"benchmarks/{os.path.basename(sys.argv[0])}", *arguments])
 
 
 def spread(values: list[float]) -> dict[str, float]:

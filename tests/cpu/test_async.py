@@ -766,6 +766,9 @@ class Plan:
         return self.arrivals("")[0].answer
 
 
+CHAT = Plan(0, 20, 9, 70, None, 0, None, False)  # decodes while the others arrive
+
+
 @dataclass(frozen=True)
 class SessionPlan:
     """A session of a schedule."""
@@ -803,7 +806,7 @@ class Schedule:
 
     @property
     def named(self) -> dict[str, Plan | SessionPlan]:
-        return {f"r{i}": plan for i, plan in enumerate([*self.plans, *self.sessions])}
+        return {"chat": CHAT, **{f"r{i}": plan for i, plan in enumerate([*self.plans, *self.sessions])}}
 
 
 def resume(engine):
@@ -853,8 +856,9 @@ def some_schedule():
 
     For stock vLLM forgets a session whose turn ends while the session is preempted: that ends the turn a second time.
     """
-    return schedules_of(st.lists(some_plan(220, 120), min_size=1, max_size=8), st.just([])) | schedules_of(
-        st.lists(some_plan(60, 36), max_size=2), st.lists(some_session(), min_size=1, max_size=2)
+    crowd = st.lists(some_plan(220, 120), min_size=2, max_size=8)
+    return schedules_of(crowd, st.just([])) | schedules_of(
+        st.lists(some_plan(60, 36), max_size=1), st.lists(some_session(), min_size=1, max_size=2)
     )
 
 
