@@ -38,9 +38,10 @@ _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 
 INTERNALS: tuple[Internal, ...] = (
     # The scheduler: what the views hide, and what a batch in the lane changes.
-    *_all(_SCHEDULER, "Scheduler", "schedule update_from_output finish_requests make_stats", "scheduler"),
+    *_all(_SCHEDULER, "Scheduler", "schedule update_from_output finish_requests", "scheduler"),
+    *_all(_SCHEDULER, "Scheduler", "make_stats policy", "hiding"),
     *_all(_SCHEDULER, "Scheduler", "_free_request_blocks _preempt_request get_grammar_bitmask", "scheduler"),
-    *_all(_SCHEDULER, "Scheduler", "reset_prefix_cache set_pause_state _pause_state policy", "scheduler"),
+    *_all(_SCHEDULER, "Scheduler", "reset_prefix_cache set_pause_state _pause_state", "scheduler"),
     *_all(_SCHEDULER, "Scheduler", "requests running waiting kv_holding_waiting", "scheduler"),
     *_all(_SCHEDULER, "Scheduler", "num_waiting_for_streaming_input max_num_active_reqs", "scheduler"),
     *_all(_SCHEDULER, "Scheduler", "finished_req_ids reset_preempted_req_ids prev_step_scheduled_req_ids", "scheduler"),
@@ -55,6 +56,7 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_id", "scheduler"),
     *_all("vllm.v1.request", "Request", "request_id is_prefill_chunk num_in_flight_tokens", "scheduler"),
     *_all("vllm.v1.request", "Request", "client_index get_finished_reason take_events trace_headers", "scheduler"),
+    *_all("vllm.v1.request", "Request", "num_stale_output_tokens", "scheduler"),
     *_all("vllm.v1.request", "RequestStatus", "FINISHED_ERROR", "scheduler"),
     *_all("vllm.v1.engine", "EngineCoreOutputs", "outputs finished_requests", "outputs"),
     *_all("vllm.v1.engine", "EngineCoreOutput", "request_id new_token_ids finish_reason events", "scheduler"),

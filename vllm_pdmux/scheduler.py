@@ -238,8 +238,9 @@ class PDMuxSchedulerMixin(Hiding):
     def _preempt(self, requests: list[Request]) -> None:
         now = time.monotonic()
         for request in reversed(requests):
-            self.running.remove(request)
-            self._preempt_request(request, now, drop_stale_output=True)
+            if request.status == RequestStatus.RUNNING:  # else its next chunk has found no blocks: it waits already
+                self.running.remove(request)
+                self._preempt_request(request, now, drop_stale_output=True)
 
     def _leave_lane(self, batch: PrefillBatch) -> list[Request]:
         """Undo what an unfinished batch has left in the books, before its requests are ended or preempted."""
@@ -248,6 +249,8 @@ class PDMuxSchedulerMixin(Hiding):
         for request in alive:
             # No output will come for these tokens.
             request.num_in_flight_tokens -= batch.output.num_scheduled_tokens[request.request_id]
+            # Stock resumes a preempted request when its stale output has come.
+            request.num_stale_output_tokens = min(request.num_stale_output_tokens, request.num_in_flight_tokens)
             block_ids.update(i for group in self.kv_cache_manager.get_block_ids(request.request_id) for i in group)
         # vLLM has committed the hashes of blocks that were never computed.
         self.kv_cache_manager.evict_blocks(block_ids)

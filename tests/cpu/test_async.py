@@ -35,6 +35,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_pdmux.messages import attach_report, order_of, report_of
 from vllm_pdmux.policy import LayerRule, TablePolicy
@@ -385,13 +386,15 @@ class Arrival:
     step: int = 0
     stop: Sequence[int] = ()
     resumable: bool = False
+    sampling: dict = field(default_factory=dict)  # for the real model
 
     @property
     def answer(self) -> list[int]:
         return answer(self.prompt, self.max_tokens, self.stop)
 
     def request(self, core) -> Request:
-        params = SamplingParams(temperature=0, max_tokens=self.max_tokens, stop_token_ids=list(self.stop))
+        sampling = {"temperature": 0, **self.sampling}
+        params = SamplingParams(max_tokens=self.max_tokens, stop_token_ids=list(self.stop), **sampling)
         options = {"block_hasher": core.request_block_hasher, "resumable": self.resumable}
         return Request(self.name, list(self.prompt), params, None, **options)
 
@@ -399,15 +402,17 @@ class Arrival:
 class Engine:
     """Runs an engine core with asynchronous scheduling, step by step."""
 
-    def __init__(self, model: str, pdmux: dict | None, use_v2: bool, **arguments):
+    def __init__(self, model: str, pdmux: dict | None, use_v2: bool = False, executor: type | None = None):
         additional = {} if pdmux is None else {"pdmux": {"trace_steps": 4096, **pdmux}}
-        arguments = {**ENGINE, "num_gpu_blocks_override": BLOCKS, "additional_config": additional, **arguments}
+        arguments = {**ENGINE, "num_gpu_blocks_override": BLOCKS, "additional_config": additional}
         config = EngineArgs(model=model, **arguments).create_engine_config()
         config.scheduler_config.async_scheduling = True  # the CPU platform has just set it to False
-        executor = StandInExecutor if pdmux is None else StandInPDMuxExecutor
+        executor = executor or (StandInExecutor if pdmux is None else StandInPDMuxExecutor)
         with mock.patch.object(VllmConfig, "use_v2_model_runner", use_v2):  # on a CPU it is False
             self.core = EngineCore(config, executor, log_stats=True)
         self.scheduler, self.worker = self.core.scheduler, self.core.model_executor.driver_worker
+        if executor is UniProcExecutor:
+            self.worker = self.worker.worker  # vLLM's worker has a wrapper
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.taken = []  # blocks that no request may have
 
@@ -741,6 +746,71 @@ def test_resets_and_pauses(pdmux, action, stage):
     assert disturb.done and (resumed or action is reset)
 
 
+# --- the real runner ------------------------------------------------------------------------------------------------
+
+
+class HostOutput(gpu_model_runner.AsyncGPUModelRunnerOutput):
+    """A step's output without a copy from a GPU: what it waits for is there."""
+
+    def __init__(self, model_runner_output, sampled_token_ids, logprobs_tensors, invalid_req_indices, **of_a_gpu):
+        self._model_runner_output, self._invalid_req_indices = model_runner_output, invalid_req_indices
+        self._sampled_token_ids = self.sampled_token_ids_cpu = sampled_token_ids
+        self._logprobs_tensors = self._logprobs_tensors_cpu = logprobs_tensors
+        self._num_nans = self._num_nans_cpu = self._has_fault = None
+        self.async_copy_ready_event = SimpleNamespace(synchronize=lambda: None)
+
+
+@pytest.fixture(scope="module")
+def real_engines(tiny_model_path):
+    """Stock and pdmux with vLLM's V1 CPU runner, which can be asynchronous but for the copy from the GPU."""
+    runner = gpu_model_runner.GPUModelRunner
+    with (
+        mock.patch.object(gpu_model_runner, "AsyncGPUModelRunnerOutput", HostOutput),
+        mock.patch.object(runner, "_get_or_create_async_output_copy_stream", lambda self: None),
+    ):
+        yield [Engine(tiny_model_path, pdmux, executor=UniProcExecutor) for pdmux in (None, {})]
+
+
+def assert_same_as_one_at_a_time(real_engines, arrivals, layers, chunk):
+    """Stock serves each alone, in one chunk; pdmux serves them as they arrive."""
+    stock, pdmux = real_engines
+    assert stock.worker.model_runner.use_async_scheduling and pdmux.worker._prefill_lane._runner.use_async_scheduling
+    got = pdmux.fresh(layers, chunk).run(arrivals)
+    for arrival in arrivals:
+        expected = stock.fresh().run([replace(arrival, step=0)])[arrival.name]
+        assert got[arrival.name] == expected, f"tokens of {arrival.name}"
+    pdmux.assert_nothing_left()
+
+
+@pytest.mark.parametrize("layers", [1, 3, 1000])
+@pytest.mark.parametrize("chunk", [50, 256])
+def test_the_real_runner(real_engines, layers, chunk):
+    arrivals = [*chats(), late(), late("same", step=9), late("short", 3, 9, 4), late("burst", 60, 9, 5)]
+    assert_same_as_one_at_a_time(real_engines, arrivals, layers, chunk)
+    steps = real_engines[1].lane_steps()
+    assert max(step.decode_batch for step in steps) >= 3, "no layers ran beside a decode step"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+        {"seed": 5, "temperature": 0.9},
+    ],
+    ids=lambda sampling: next(iter(sampling)),
+)
+def test_sampling_that_depends_on_what_was_said(real_engines, sampling):
+    """The tokens that only the device knows follow a request from one lane to the other."""
+    arrivals = [replace(arrival, sampling=sampling) for arrival in [*chats(), late(), late("burst", 60, 9, 5)]]
+    assert_same_as_one_at_a_time(real_engines, arrivals, 1, 256)
+
+
+def test_the_real_runner_when_the_kv_cache_is_small(real_engines):
+    arrivals = [Arrival(f"r{i}", prompt(20 + 9 * i % 60, i), 110, step=i) for i in range(8)]
+    assert_same_as_one_at_a_time(real_engines, arrivals, 1, 256)
+
+
 # --- random schedules -----------------------------------------------------------------------------------------------
 
 
@@ -871,7 +941,7 @@ def schedules_of(plans, sessions):
         chunk=st.sampled_from([16, 50, 256]),
         report_delay=st.integers(0, 2),
         batches=st.integers(1, 2),
-        max_active=st.sampled_from([16, 16, 16, 3, 1]),
+        max_active=st.sampled_from([16, 16, 16, 16, 3, 2, 1]),
         disturbances=st.dictionaries(
             st.sampled_from(range(6, 24)) | st.integers(1, 60),
             st.sampled_from([preempt_last, squeeze, squeeze, reset, pause, pause_for_new_weights, pause_new]),

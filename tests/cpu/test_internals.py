@@ -137,7 +137,7 @@ LOST = {
     "attribute set in a method": Internal(SCHEDULER, "Scheduler", "kv_holding_waiting", "scheduler"),
     "field": Internal("vllm.config.parallel", "ParallelConfig", "worker_cls", "activation"),
     "member of an enumeration": Internal("vllm.v1.core.sched.interface", "PauseState", "PAUSED_ALL", "scheduler"),
-    "function": Internal("vllm.v1.core.sched.request_queue", "", "create_request_queue", "scheduler"),
+    "function": Internal("vllm.v1.core.sched.request_queue", "", "create_request_queue", "hiding"),
     "global": Internal("vllm.forward_context", "", "_forward_context", "worker.process_state"),
 }
 
