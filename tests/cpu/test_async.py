@@ -2,11 +2,14 @@
 """Asynchronous scheduling: the next step is scheduled before the tokens of this one are known.
 
 The CPU build of vLLM forces it off, so the engine's real loop (`EngineCore.step_with_batch_queue`), scheduler, worker
-mixin, lane and hand-over run here over stand-ins for the two runners. A stand-in does what a V1 runner does with a
-scheduler's messages under asynchronous scheduling: it keeps a placeholder for a token that only the "device" knows yet,
-and it finds that token in its own last step. Its KV cache holds the tokens, one copy for each layer, and the next token
-is a function of what it reads there through the block table: a lost token, a wrong block, a block that was freed too
-early or one that was hit before it was computed changes the answer, which is a closed form.
+mixin, lane and hand-over run here over stand-ins for the two runners, once for V1 and once for Model Runner V2. A
+stand-in does with a scheduler's messages what its runner does: it knows the tokens that it was told and those that it
+sampled, and where V1 does it keeps a placeholder for a token that only the device knows until its next step. Its KV
+cache holds the tokens, one copy for each layer, and the next token is a function of what it reads there through the
+block table: a lost token, a wrong block, a block that was freed too early or one that was hit before it was computed
+changes the answer, which is a closed form.
+
+The last but one part runs vLLM's real V1 runner, which is asynchronous on a CPU but for its copy from the GPU.
 """
 
 from __future__ import annotations

@@ -55,17 +55,21 @@ class Schedule:
     disturbed_at: int  # the step after which it happens
 
 
+CHATS = [Plan(0, 20 + 15 * i, 9, MAX_TOKENS, 0, None, False) for i in range(2)]  # decode while the others arrive
+some_step = st.sampled_from([0, 3, 4, 5, 5, 6, 8, 9]) | st.integers(0, 30)  # often in the lane together
+
+
 @st.composite
 def some_plan(draw):
     shared = draw(st.integers(0, (MAX_PROMPT - 1) // BLOCK))
-    step = draw(st.integers(0, 30))
+    step = draw(some_step)
     return Plan(
         shared_blocks=shared,
         own_tokens=draw(st.integers(1, MAX_PROMPT - shared * BLOCK)),
         content=draw(st.integers(0, 3)),
         max_tokens=draw(st.integers(1, MAX_TOKENS)),
         step=step,
-        abort=draw(st.none() | st.none() | st.integers(step, step + 20)),
+        abort=draw(st.none() | st.none() | st.integers(step, step + 12)),
         abort_in_flight=draw(st.booleans()),
     )
 
@@ -73,13 +77,13 @@ def some_plan(draw):
 def some_schedule():
     return st.builds(
         Schedule,
-        plans=st.lists(some_plan(), min_size=1, max_size=8),
-        layers=st.sampled_from([1, 2, 3, 7, 1000]),
+        plans=st.lists(some_plan(), min_size=1, max_size=6).map(lambda plans: [*CHATS, *plans]),
+        layers=st.sampled_from([1, 1, 2, 3, 7, 1000]),
         chunk=st.sampled_from([16, 50, 256]),
         seed=st.none() | st.integers(0, 99),
-        max_active=st.sampled_from([16, 16, 16, 3, 1]),
+        max_active=st.sampled_from([16, 16, 16, 16, 3, 1]),
         disturbance=st.sampled_from(list(DISTURBANCES)),
-        disturbed_at=st.integers(1, 40),
+        disturbed_at=st.integers(1, 30),
     )
 
 
