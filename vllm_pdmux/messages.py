@@ -41,7 +41,6 @@ class LaneReport:
     batch_id: int
     first_layer: int  # layers [first_layer, end_layer) of the batch ran in this step
     end_layer: int
-    advance_ms: float  # host time of the advance
     # An asynchronous output is a handle to wait on; it is resolved before the report reaches the scheduler.
     output: ModelRunnerOutput | None = None  # set when the batch has run all its layers and was sampled
     error: str | None = None  # set when the batch raised; its KV is not valid

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from vllm.v1.engine import EngineCoreOutputs
+from collections.abc import Iterable
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request
 
 
 def merge_outputs(
@@ -15,4 +18,20 @@ def merge_outputs(
         mine.outputs = [*other.outputs, *mine.outputs]
         if other.finished_requests:
             mine.finished_requests = (mine.finished_requests or set()) | other.finished_requests
+    return outputs
+
+
+def outputs_of_ended(requests: Iterable[Request]) -> dict[int, EngineCoreOutputs]:
+    """What tells the clients that `requests` ended without another token, by client index."""
+    outputs: dict[int, EngineCoreOutputs] = {}
+    for request in requests:
+        outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[])).outputs.append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+        )
     return outputs

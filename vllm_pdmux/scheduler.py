@@ -19,14 +19,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pdmux.activation import require_active, settings_of
 from vllm_pdmux.hiding import Hiding
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
-from vllm_pdmux.outputs import merge_outputs
+from vllm_pdmux.outputs import merge_outputs, outputs_of_ended
 from vllm_pdmux.policy import Load
 from vllm_pdmux.policy_from_config import build_policy
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
@@ -97,12 +97,11 @@ class PDMuxSchedulerMixin(Hiding):
     def _both_lanes_have_work(self, throttle_prefills: bool) -> bool:
         if self._pause_state == PauseState.PAUSED_ALL:
             return False
-        decoding = sum(not request.is_prefill_chunk for request in self.running)
         if self._residency is not None and (bound := self._bound_lane()):
             return bound == PREFILL
-        if decoding == 0 or (throttle_prefills and not self.prefill_capacity_bound):
+        if throttle_prefills and not self.prefill_capacity_bound:
             return False
-        return self._anything_to_prefill()
+        return any(not request.is_prefill_chunk for request in self.running) and self._anything_to_prefill()
 
     def _anything_to_prefill(self) -> bool:
         waiting = len(self.waiting) + len(self.kv_holding_waiting) - self.num_waiting_for_streaming_input
@@ -210,18 +209,7 @@ class PDMuxSchedulerMixin(Hiding):
         alive = self._leave_lane(batch)
         logger.error("prefill failed (%s); ended with an error: %s", error, ", ".join(r.request_id for r in alive))
         self.finish_requests([request.request_id for request in alive], RequestStatus.FINISHED_ERROR)
-        outputs: dict[int, EngineCoreOutputs] = {}
-        for request in alive:
-            outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[])).outputs.append(
-                EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                    events=request.take_events(),
-                    trace_headers=request.trace_headers,
-                )
-            )
-        return outputs
+        return outputs_of_ended(alive)
 
     def _drop_batches(self) -> list[Request]:
         """Abandon all batches in the lane; those of their requests that are alive, in the order of admission.

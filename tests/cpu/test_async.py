@@ -47,6 +47,7 @@ from vllm_pdmux.worker.worker import PDMuxWorkerMixin
 
 import tiny_model
 from driver import ENGINE, LANE_THREAD, prompt
+from watch import Watch
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "60"))
 BLOCK, BLOCKS, LAYERS, VOCAB = ENGINE["block_size"], 20, tiny_model.LAYERS, 251
@@ -971,49 +972,22 @@ class Script:
             resume(engine)
 
 
-class Watch:
-    """Checks every step of an engine."""
+class LaneWatch(Watch):
+    """Checks each step from where the lane stands."""
 
     def __init__(self, engine):
-        self.engine, self.scheduler = engine, engine.scheduler
-        self.output = None  # of the step that was scheduled last
+        super().__init__(engine.scheduler)
+        self.engine = engine
         self.stands = (-1, 0)  # the batch in the lane, and the layer where it stands
         self.idle_steps = 0
-
-    def __enter__(self):
-        original = self.scheduler.schedule
-
-        def schedule(*args):
-            self.output = original(*args)
-            self.check_scheduled()
-            return self.output
-
-        self.scheduler.schedule = schedule
-        return self
-
-    def __exit__(self, *exc_info):
-        del self.scheduler.schedule
-
-    def check_scheduled(self):
-        for batch in self.scheduler._batches:
-            self.check_batch(batch)
-
-    def check_batch(self, batch):
-        assert not batch.requests.keys() & self.output.num_scheduled_tokens.keys(), "a request is in both lanes"
-        manager = self.scheduler.kv_cache_manager
-        in_use = [block for blocks in batch.held_blocks for block in blocks]
-        for request in batch.alive(self.scheduler.requests):
-            in_use += [block for group in manager.get_blocks(request.request_id).blocks for block in group]
-        assert all(block.ref_cnt > 0 for block in in_use), "a block is free while layers are to write it"
 
     def check_step(self):
         for request in self.scheduler.requests.values():
             assert request.num_output_placeholders >= 0
             assert 0 <= request.num_stale_output_tokens <= request.num_in_flight_tokens
-        assert sum(thread.name == LANE_THREAD for thread in threading.enumerate()) <= 1
-        if self.output is None:
-            return
-        output, self.output = self.output, None
+        super().check_step()
+
+    def check_lanes(self, output):
         order, lane = order_of(output), self.engine.worker._prefill_lane
         if order.batch_id is not None and lane._current is not None:
             stands = (lane._current.id, lane._lane.layer)
@@ -1062,7 +1036,7 @@ def test_any_schedule(engines, use_v2, schedule):
     with engines.lend(True, use_v2) as engine:
         batches = schedule.batches if use_v2 else 1
         engine.fresh(schedule.layers, schedule.chunk, schedule.report_delay, batches)
-        with Watch(engine) as watch:
+        with LaneWatch(engine) as watch:
             check_schedule(engine, schedule, watch.check_step)
 
 

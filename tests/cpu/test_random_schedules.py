@@ -7,7 +7,6 @@ PDMUX_EXAMPLES sets the number of schedules.
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +17,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm_pdmux.messages import order_of
 from vllm_pdmux.worker.prefill_runner import generators_set_aside
 
-from driver import ENGINE, LANE_THREAD, Arrival, prompt
+from driver import ENGINE, Arrival, prompt
+from watch import Watch
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "40"))
 BLOCK, MAX_PROMPT, MAX_TOKENS = ENGINE["block_size"], 220, 25
@@ -148,47 +148,15 @@ def named(schedule):
 # --- what must hold in every step -----------------------------------------------------------------------------------
 
 
-class Watch:
-    """Checks every step of an engine, from what was scheduled and from what the lane reported."""
+class LaneWatch(Watch):
+    """Checks each step from what the lane reported."""
 
     def __init__(self, driver):
-        self.driver, self.scheduler = driver, driver.scheduler
-        self.output = None  # of the step that runs
+        super().__init__(driver.scheduler)
         self.was_idle = False
         self.layer_of = {}  # batch id -> the layer where it stands
 
-    def __enter__(self):
-        original = self.scheduler.schedule
-
-        def schedule(*args):
-            self.output = original(*args)
-            self.check_scheduled()
-            return self.output
-
-        self.scheduler.schedule = schedule
-        return self
-
-    def __exit__(self, *exc_info):
-        del self.scheduler.schedule
-
-    def check_scheduled(self):
-        for batch in self.scheduler._batches:
-            self.check_batch(batch)
-
-    def check_batch(self, batch):
-        assert not batch.requests.keys() & self.output.num_scheduled_tokens.keys(), "a request is in both lanes"
-        manager = self.scheduler.kv_cache_manager
-        in_use = [block for blocks in batch.held_blocks for block in blocks]
-        for request in batch.alive(self.scheduler.requests):
-            in_use += [block for group in manager.get_blocks(request.request_id).blocks for block in group]
-        assert all(block.ref_cnt > 0 for block in in_use), "a block is free while layers are to write it"
-
-    def check_step(self):
-        """Called after each step; a paused engine makes none."""
-        assert sum(thread.name == LANE_THREAD for thread in threading.enumerate()) <= 1
-        if self.output is None:
-            return
-        output, self.output = self.output, None
+    def check_lanes(self, output):
         order, record = order_of(output), self.scheduler.pdmux_trace.steps[-1]
         if order.batch_id is not None:
             assert record.batch_id == order.batch_id
@@ -293,7 +261,7 @@ def run(pdmux, schedule):
         Arrival(name, plan.tokens, sampling(plan.max_tokens, schedule.seed), plan.step, priority=plan.content)
         for name, plan in named(schedule).items()
     ]
-    with Watch(pdmux) as watch:
+    with LaneWatch(pdmux) as watch:
 
         def after_step(driver):
             watch.check_step()

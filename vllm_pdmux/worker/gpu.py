@@ -40,7 +40,7 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
         if self.cache_config.kv_cache_memory_bytes:
             return available  # the user has said how much
         activations = int(getattr(self, "peak_activation_memory", 0))
-        lane = SECOND_RUNNER_BYTES + activations * len(set(self._prefill_streams.values()))
+        lane = SECOND_RUNNER_BYTES + activations * len(self._prefill_streams)
         logger.info(
             "PD-multiplexing: %.2f of %.2f GiB for KV go to the prefill lane (its runner, and %.2f GiB of activations "
             "on each of %d streams)",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +74,6 @@ class PrefillLane:
         `wait`: nothing decodes, so a batch that is launched is reported as ended at once, with an output that may have
         to be waited for.
         """
-        start = time.perf_counter()
         if order.start is not None:
             assert order.batch_id is not None
             self._queue.append(Batch(order.batch_id, order.start, order.grammar, order.group))
@@ -84,27 +82,23 @@ class PrefillLane:
         batch, first_layer, end_layer = self._current, self._lane.layer, self._lane.layer
         if batch is not None:
             end_layer = self._launch(order.layers, wait)
-        return self._report(batch, first_layer, end_layer, wait, start)
+        return self._report(batch, first_layer, end_layer, wait)
 
     def close(self) -> None:
         """Stop the lane's thread; a batch in progress is abandoned."""
         self._lane.close()
 
-    def _report(
-        self, batch: Batch | None, first_layer: int, end_layer: int, wait: bool, start: float
-    ) -> LaneReport | None:
+    def _report(self, batch: Batch | None, first_layer: int, end_layer: int, wait: bool) -> LaneReport | None:
+        """On the first batch that has ended, else on `batch`, whose layers were launched in this step."""
         ended, output, error = self._launched[0] if self._launched else (None, None, None)
         if ended is not None and (error is not None or wait or self._device.is_done(output)):
             self._launched.popleft()
             self._forget_finished()
-            if batch is not ended:
-                first_layer = end_layer = 0
-        elif batch is not None:
-            ended, output, error = batch, None, None
-        else:
-            return None  # nothing new, or a void order: async scheduling looks one step ahead
-        advance_ms = (time.perf_counter() - start) * 1e3
-        return LaneReport(ended.id, first_layer, end_layer, advance_ms, output, error)
+            layers = (first_layer, end_layer) if batch is ended else (0, 0)
+            return LaneReport(ended.id, *layers, output, error)
+        if batch is not None:
+            return LaneReport(batch.id, first_layer, end_layer)
+        return None  # nothing new, or a void order: async scheduling looks one step ahead
 
     def _begin(self, batch: Batch) -> None:
         self._handover.move(batch.output.num_scheduled_tokens, self._decode_runner, self._runner)
@@ -120,7 +114,7 @@ class PrefillLane:
         return self._runner.sample_tokens(batch.grammar) if result is None else result
 
     def _launch(self, layers: int, wait: bool) -> int:
-        """Launch `layers` layers, fewer where the device has enough queued; the current batch's layers after that.
+        """Launch `layers` layers, fewer where the device has enough queued; where the current batch stands after that.
 
         When all of the batch is launched the next one begins, so that the device does not run dry between them.
         """
@@ -129,12 +123,11 @@ class PrefillLane:
             first_layer = self._lane.layer
             ended = self._lane.advance(layers if wait else self._device.stride(layers))
             layers -= max(1, self._lane.layer - first_layer)
-            if ended:
-                output, error = self._take()
-                self._launched.append((self._current, output, error))
+            output, error = self._take() if ended else (None, None)
             if self._current is batch:
                 end_layer = self._lane.layer
             if ended:
+                self._launched.append((self._current, output, error))
                 self._current = None
                 if self._queue and error is None:
                     self._begin(self._queue.popleft())
