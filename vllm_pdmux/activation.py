@@ -17,7 +17,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from vllm_pdmux.config import ENVIRONMENT_VARIABLE, PDMuxConfig, Resolved, resolve
-from vllm_pdmux.support import UnsupportedError, problems
+from vllm_pdmux.support import UnsupportedError, problems, settings_problems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -147,7 +147,7 @@ def activate(vllm_config: VllmConfig, environ: Mapping[str, str]) -> None:
             )
         return
     resolved = resolve(_inline(vllm_config), environ)
-    found = problems(vllm_config, metadata_version(), environ)
+    found = problems(vllm_config, metadata_version(), environ) + settings_problems(vllm_config, resolved.config)
     if found:
         raise UnsupportedError(found)
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config

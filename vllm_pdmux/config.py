@@ -91,4 +91,4 @@ def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> No
 
 
 def _plain(value: Any) -> Any:
-    return [list(row) for row in value] if isinstance(value, tuple) else value
+    return [list(item) if isinstance(item, tuple) else item for item in value] if isinstance(value, tuple) else value

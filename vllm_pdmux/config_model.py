@@ -14,6 +14,8 @@ from vllm_pdmux.config_errors import show, wrong_value
 
 _ROW_ALLOWED = "three integers, [prefill_sms >= 1, decode_sms >= 1, min_decode_batch >= 0]"
 
+_SHARING_ALLOWED = "'capped' or 'disjoint', or a list of them with one for each division"
+
 
 def _rows(value: Any) -> Any:
     """Manual rows as tuples; nothing (`null`, `[]`) is the automatic split. Reports every wrong row, by its number."""
@@ -36,6 +38,15 @@ def _is_row(row: Any) -> bool:
     return prefill_sms >= 1 and decode_sms >= 1 and min_decode_batch >= 0
 
 
+def _sharing(value: Any) -> Any:
+    """One word for all groups, or a tuple of one for each."""
+    words = value if isinstance(value, (list, tuple)) else [value]
+    if not words or any(word not in get_args(Sharing) for word in words):
+        raise ValueError(f"sharing is {show(value)} but must be {_SHARING_ALLOWED}: change it (the default is capped)")
+    return value if isinstance(value, str) else tuple(value)
+
+
+Sharing = Literal["capped", "disjoint"]
 Sms = Annotated[int, Field(ge=1)]
 Row = tuple[Sms, Sms, Annotated[int, Field(ge=0)]]
 
@@ -56,6 +67,17 @@ class PDMuxConfig(BaseModel):
         description="sm_group_num - 2 rows [prefill_sms, decode_sms, min_decode_batch]: SMs of each lane, summing to "
         "the device's, and the smallest number of decoding requests for the row. Empty: an automatic split.",
     )
+    sharing: Annotated[Sharing | tuple[Sharing, ...], BeforeValidator(_sharing)] = Field(
+        "capped",
+        description="capped: prefill is confined to its SMs, decode has all of them at a higher priority. disjoint: "
+        "each lane has its own SMs, decode by CUDA graphs captured there. One for all divisions, or a list of them.",
+    )
+    backend: Literal["auto", "cuda", "sgl_kernel", "streams", "serial"] = Field(
+        "auto",
+        description="What makes the partitions: the driver through cuda-bindings (cuda), sgl_kernel.spatial "
+        "(sgl_kernel), nothing but two streams with priorities (streams, for comparison), nothing at all (serial: a "
+        "machine without a GPU). auto: cuda on a GPU, serial on a CPU.",
+    )
     decode_bs_divisor: int = Field(
         36,
         ge=1,
@@ -75,6 +97,25 @@ class PDMuxConfig(BaseModel):
     )
     layers_per_group: int | None = Field(
         None, ge=1, description="Layers of one layer group; comes before split_forward_token_budget."
+    )
+    max_prefill_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="New prompt tokens that go through the prefill lane together, at most; not set: vLLM's "
+        "max_num_batched_tokens. Memory for activations is set aside for so many on each division's stream.",
+    )
+    graph_memory_share: float = Field(
+        0.03,
+        ge=0,
+        le=0.5,
+        allow_inf_nan=False,
+        description="Share of the KV cache's memory that the decode graphs of disjoint divisions may take, at most.",
+    )
+    graph_capture_s: float = Field(
+        30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds of start-up that capturing the decode graphs of disjoint divisions may take.",
     )
     lane: Literal["threaded", "serial"] = Field(
         "threaded",
@@ -111,6 +152,13 @@ def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
             f"but the first and the last: set sm_group_num to {len(rows) + 2} or give {groups - 2} rows"
         )
         problems.append(Inconsistency(("sm_group_num", "manual_divisions"), text))
+    sharing = values.get("sharing")
+    if groups is not None and isinstance(sharing, (list, tuple)) and len(sharing) != groups - 2:
+        text = (
+            f"sharing lists {len(sharing)} but sm_group_num {groups} needs {groups - 2}, one for each division: "
+            f"give {groups - 2}, or one word for all"
+        )
+        problems.append(Inconsistency(("sm_group_num", "sharing"), text))
     if {"policy", "fixed_group"} <= values.keys():
         problems += _fixed_group_problems(values["policy"], values["fixed_group"], groups)
     return problems
@@ -151,6 +199,9 @@ def _allowed(name: str) -> str:
     if field.annotation is bool:
         return "true or false"
     limits = [limit.ge for limit in field.metadata if hasattr(limit, "ge")]
+    if field.annotation is float:
+        most = [f", at most {limit.le}" for limit in field.metadata if hasattr(limit, "le")]
+        return f"a number, at least {limits[0]}{''.join(most)}"
     if limits:
         return f"an integer, at least {limits[0]}"
     return " or ".join(repr(choice) for choice in get_args(field.annotation))

@@ -30,7 +30,7 @@ class PrefillOrder:
     layers: int = 0  # at most this many attention layers
     start: SchedulerOutput | None = None  # a batch's own step, sent once
     grammar: GrammarOutput | None = None  # bitmask for the first tokens of `start`
-    group: int = 0  # stream group in which `start` runs
+    group: int = 0  # stream group of both lanes from this step on
     drop: int | None = None  # no batch up to this one may run again: their KV blocks may be reused from this step on
 
 

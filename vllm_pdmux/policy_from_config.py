@@ -4,6 +4,11 @@
 from vllm_pdmux.config import ConfigError, PDMuxConfig
 from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule, Policy, TablePolicy
 
+# 4,096 tokens of an 8B model take 0.6 GiB of activations: with so many in all, the KV cache keeps 0.97 of what it has
+# without the plugin on a GPU of 141 GB.
+ACTIVATION_TOKENS = 12288
+TOKEN_STEP = 512
+
 
 def build_policy(config: PDMuxConfig, splits: int, paced_by_device: bool = False) -> Policy:
     """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
@@ -19,6 +24,22 @@ def build_policy(config: PDMuxConfig, splits: int, paced_by_device: bool = False
             f"splits: lower it or give manual_divisions"
         )
     return FixedPolicy(config.fixed_group, splits, rule)
+
+
+def max_prefill_tokens(config: PDMuxConfig, has_streams: bool) -> int | None:
+    """New tokens of one prefill batch at most; None: as many as a step of vLLM may have.
+
+    `has_streams`: each split of the device has a stream of its own, for which PyTorch's allocator keeps the activations
+    of a batch. Without a setting all streams together have those of ACTIVATION_TOKENS tokens.
+    """
+    if config.max_prefill_tokens is not None or not has_streams:
+        return config.max_prefill_tokens
+    if config.policy == "fixed":
+        streams = 1
+    else:
+        splits = {decode_sms for _, decode_sms, _ in config.manual_divisions}
+        streams = len(splits) or config.sm_group_num - 2
+    return max(ACTIVATION_TOKENS // streams // TOKEN_STEP * TOKEN_STEP, TOKEN_STEP)
 
 
 def _layer_rule(config: PDMuxConfig, paced_by_device: bool) -> LayerRule:

@@ -28,7 +28,7 @@ from vllm_pdmux.hiding import Hiding
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
 from vllm_pdmux.outputs import merge_outputs, outputs_of_ended
 from vllm_pdmux.policy import Load
-from vllm_pdmux.policy_from_config import build_policy
+from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
 from vllm_pdmux.residency import Residency
 from vllm_pdmux.trace import StepTrace
@@ -36,7 +36,7 @@ from vllm_pdmux.trace import StepTrace
 logger = init_logger("vllm.pdmux.scheduler")
 
 DECODE, PREFILL = "decode", "prefill"  # the lanes
-LAYERS_BEFORE_NEXT = 0.75  # share of a batch's layers that is launched when the next batch is admitted behind it
+LAYERS_BEFORE_NEXT = 0.5  # share of a batch's layers that is launched when the next batch is admitted behind it
 
 
 class PDMuxSchedulerMixin(Hiding):
@@ -50,6 +50,7 @@ class PDMuxSchedulerMixin(Hiding):
         is_gpu = self.vllm_config.device_config.device_type == "cuda"
         self._pdmux_policy = build_policy(settings, settings.sm_group_num - 2, paced_by_device=is_gpu)
         self._residency = Residency() if self.use_v2_model_runner else None
+        self._max_prefill_tokens = max_prefill_tokens(settings, has_streams=is_gpu)
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self.pdmux_trace = StepTrace(settings.trace_steps)
         self._batches: deque[PrefillBatch] = deque()  # in the lane, in order
@@ -131,14 +132,17 @@ class PDMuxSchedulerMixin(Hiding):
         prefilling = [request for request in self.running if request.is_prefill_chunk]
         others = [request for request in self.running if not request.is_prefill_chunk]
         max_active, prev_step = self.max_num_active_reqs, self.prev_step_scheduled_req_ids
+        max_tokens = self.max_num_scheduled_tokens
         # The hidden requests keep their seats.
         self.max_num_active_reqs = max(0, max_active - len(others))
+        self.max_num_scheduled_tokens = min(max_tokens, self._max_prefill_tokens or max_tokens)
         self.prev_step_scheduled_req_ids = self._prefill_prev_step
         try:
             with self._visible(prefilling, hidden_before=others):
                 output = super().schedule()
         finally:
             self.max_num_active_reqs, self.prev_step_scheduled_req_ids = max_active, prev_step
+            self.max_num_scheduled_tokens = max_tokens
         if output.total_num_scheduled_tokens > 0:
             grammar = own_grammar(self.get_grammar_bitmask(output))
             requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
@@ -174,7 +178,7 @@ class PDMuxSchedulerMixin(Hiding):
         load = Load(len(output.num_scheduled_tokens), last.num_tokens, self._model_layers)
         decision = self._pdmux_policy.decide(load)
         if begun is None:
-            return PrefillOrder(last.id, decision.layers)
+            return PrefillOrder(last.id, decision.layers, group=decision.group)
         return PrefillOrder(begun.id, decision.layers, begun.output, begun.grammar, decision.group)
 
     def _take_drop(self, order: PrefillOrder) -> PrefillOrder:

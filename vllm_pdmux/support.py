@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_pdmux.spatial import DISJOINT
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_pdmux.config import PDMuxConfig
 
 MIN_VERSION, END_VERSION = (0, 32), (0, 34)  # supported: MIN <= vLLM < END
 ALLOW_UNTESTED = "PDMUX_ALLOW_UNTESTED"
@@ -116,13 +120,33 @@ def cuda_problems(vllm_config: VllmConfig, environ: Mapping[str, str]) -> list[s
     found = []
     if environ.get(EXPERIMENTAL_CUDA) != "1":
         found.append(f"lanes on NVIDIA GPUs are experimental in this version: set {EXPERIMENTAL_CUDA}=1 to use them")
-    model = vllm_config.model_config
+    return found
+
+
+def settings_problems(vllm_config: VllmConfig, settings: PDMuxConfig) -> list[str]:
+    """Settings of the plugin that this platform or this engine cannot have."""
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    found = []
+    if not current_platform.is_cuda():
+        if settings.backend not in ("auto", "serial"):
+            found.append(f"backend {settings.backend} needs an NVIDIA GPU: set backend auto")
+        return found
+    if settings.backend == "serial":
+        found.append("backend serial is for machines without a GPU: set backend auto, or lane serial for one lane")
+    if DISJOINT not in settings.sharing:  # a word, or one for each division
+        return found
+    if settings.backend == "streams":
+        found.append("backend streams makes no partition that decode could be confined to: set sharing capped")
     if not vllm_config.use_v2_model_runner:
-        found.append("the V1 model runner is not supported on a GPU: unset VLLM_USE_V2_MODEL_RUNNER")
-    if model.get_num_experts() > 0:
-        found.append(f"mixture-of-experts models (model {model.model}) are not supported on a GPU: use a dense model")
-    if model.quantization is not None:
-        found.append(f"quantization ({model.quantization}) is not supported on a GPU: serve the model in bf16 or fp16")
+        found.append("sharing disjoint needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, or set sharing capped")
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is None or mode.decode_mode() != CUDAGraphMode.FULL:
+        found.append(
+            f"sharing disjoint confines decode by FULL CUDA graphs, but cudagraph_mode is {mode and mode.name}: "
+            "drop --enforce-eager or set a cudagraph_mode with FULL decode graphs, or set sharing capped"
+        )
     return found
 
 

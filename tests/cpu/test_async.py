@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
@@ -304,12 +305,22 @@ class StandInRunnerV2(StandInRunner):
             self.requests[req_id].block_ids.extend(block_ids[0] if block_ids else [])
 
 
+class StandInLayer(AttentionLayerBase):
+    """An attention layer by its class alone, which is what makes it a place to stop."""
+
+    def get_attn_backend(self):
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config):
+        raise NotImplementedError
+
+
 class StandInWorker:
     """In the place of vLLM's CPU worker."""
 
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
-        vllm_config.compilation_config.static_forward_context = dict.fromkeys(LAYER_NAMES)
+        vllm_config.compilation_config.static_forward_context = dict.fromkeys(LAYER_NAMES, StandInLayer())
         runner = StandInRunnerV2 if vllm_config.use_v2_model_runner else StandInRunnerV1
         self.model_runner = runner(vllm_config, torch.device("cpu"))
 

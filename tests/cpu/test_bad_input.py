@@ -39,6 +39,11 @@ INLINE = {
         "additional_config['pdmux']: sm_group_num is '8' (a string) but must be an integer, at least 3: write the "
         "number without quotes; layers_per_group is 0 but must be an integer, at least 1: change or remove it",
     ),
+    "a sharing for one division of six": (
+        {"sharing": ["disjoint"]},
+        "additional_config['pdmux']: sharing has 1 entries but sm_group_num 8 needs 6, one for each division: give 6, "
+        "or one word for all",
+    ),
     "not a mapping": (
         [8],
         "additional_config['pdmux'] is [8]: it must be a mapping of settings, for example "
@@ -50,6 +55,14 @@ FILES = {
     "no number of groups": ("decode_bs_divisor: 36", "sm_group_num is missing but must be given"),
     "a division by nothing": ("sm_group_num: 8\ndecode_bs_divisor: 0", "decode_bs_divisor is 0 but must be"),
     "a row of two": ("sm_group_num: 3\nmanual_divisions: [[112, 20]]", "manual_divisions row 1 is [112, 20]"),
+    "a sharing that is none": ("sharing: both", "sharing is 'both' (a string) but must be 'capped' or 'disjoint', or "),
+    "a backend that is none": ("backend: gpu", "backend is 'gpu' (a string) but must be 'auto' or 'cuda' or "),
+    "prefill of nothing": ("max_prefill_tokens: 0", "max_prefill_tokens is 0 but must be an integer, at least 1"),
+    "graphs of all memory": (
+        "graph_memory_share: 1.0",
+        "graph_memory_share is 1.0 (a float) but must be a number, at least 0, at most 0.5",
+    ),
+    "less than no time": ("graph_capture_s: -1", "graph_capture_s is -1 but must be a number, at least 0"),
     "nothing in it": ("", "is empty: write at least one setting"),
 }
 
@@ -227,6 +240,14 @@ def test_a_real_start_with_two_of_them_names_both():
     )
 
 
+def test_a_setting_that_the_platform_cannot_have_is_named_with_all_that_is_refused():
+    asked = {"additional_config": {"pdmux": {"backend": "cuda"}}, "enable_lora": True}
+    assert message_of(resolve(asked)) == refusal_of(
+        "LoRA (--enable-lora) is not supported: drop --enable-lora",
+        "backend cuda needs an NVIDIA GPU: set backend auto",
+    )
+
+
 def test_what_is_refused_is_served_by_stock_vllm_when_we_are_not_asked():
     assert not resolve({"enable_lora": True}).error
 
@@ -285,42 +306,30 @@ def test_a_platform_of_vllm_that_we_do_not_serve_is_named(monkeypatch):
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    """A config of a dense bf16 model, as on an NVIDIA GPU; takes what differs."""
+    """As on an NVIDIA GPU of this compute capability."""
     from vllm import platforms
 
-    members = {"__module__": "vllm.platforms.cuda", "is_cpu": lambda self: False, "is_cuda": lambda self: True}
-    members["has_device_capability"] = lambda self, capability: capability <= 90
-    monkeypatch.setattr(platforms, "current_platform", type("CudaPlatform", (), members)())
+    def become(newest):
+        members = {"__module__": "vllm.platforms.cuda", "is_cpu": lambda self: False, "is_cuda": lambda self: True}
+        members["has_device_capability"] = lambda self, capability: capability <= newest
+        monkeypatch.setattr(platforms, "current_platform", type("CudaPlatform", (), members)())
 
-    def make(experts=0, quantization=None, v2=True):
-        config = servable()
-        config.use_v2_model_runner = v2
-        config.model_config.get_num_experts = lambda: experts
-        config.model_config.quantization = quantization
-        config.model_config.model = "m"
-        return config
-
-    return make
+    return become
 
 
 def test_a_gpu_is_asked_for_by_name(on_cuda):
-    assert problems(on_cuda(), INSTALLED, {}) == [
+    on_cuda(90)
+    assert problems(servable(), INSTALLED, {}) == [
         "lanes on NVIDIA GPUs are experimental in this version: set PDMUX_EXPERIMENTAL_CUDA=1 to use them"
     ]
-    assert problems(on_cuda(), INSTALLED, {"PDMUX_EXPERIMENTAL_CUDA": "1"}) == []
+    assert problems(servable(), INSTALLED, {"PDMUX_EXPERIMENTAL_CUDA": "1"}) == []
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"experts": 8}, "mixture-of-experts models (model m)"),
-        ({"quantization": "fp8"}, "quantization (fp8)"),
-        ({"v2": False}, "unset VLLM_USE_V2_MODEL_RUNNER"),
-    ],
-)
-def test_what_has_not_been_run_on_a_gpu_is_refused_there(on_cuda, config, named):
-    (problem,) = problems(on_cuda(**config), INSTALLED, {"PDMUX_EXPERIMENTAL_CUDA": "1"})
-    assert named in problem
+def test_a_gpu_whose_sms_cannot_be_partitioned_is_refused(on_cuda):
+    on_cuda(75)
+    assert problems(servable(), INSTALLED, {"PDMUX_EXPERIMENTAL_CUDA": "1"}) == [
+        "the GPU is older than compute capability 8.0, which SM partitions need: use a newer GPU"
+    ]
 
 
 @pytest.mark.engine

@@ -61,11 +61,16 @@ def test_nothing_given_is_all_defaults():
         "enabled": True,
         "sm_group_num": 8,
         "manual_divisions": (),
+        "sharing": "capped",
+        "backend": "auto",
         "decode_bs_divisor": 36,
         "split_forward_token_budget": None,
         "policy": "table",
         "fixed_group": None,
         "layers_per_group": None,
+        "max_prefill_tokens": None,
+        "graph_memory_share": 0.03,
+        "graph_capture_s": 30.0,
         "lane": "threaded",
         "trace_steps": 0,
     }
@@ -210,6 +215,51 @@ MALFORMED = {
     "enabled": ("enabled: 1", "enabled is 1 but must be true or false"),
     "layers 0": ("layers_per_group: 0", "layers_per_group is 0 but must be an integer, at least 1"),
     "trace": ("trace_steps: -1", "trace_steps is -1 but must be an integer, at least 0"),
+    "sharing": (
+        "sharing: both",
+        "sharing is 'both' (a string) but must be 'capped' or 'disjoint', or a list of them with one for each "
+        "division: change it",
+    ),
+    "sharing true": ("sharing: true", "sharing is true (a boolean) but must be 'capped' or 'disjoint', or a list"),
+    "sharing null": ("sharing:", "sharing is null but must be 'capped' or 'disjoint', or a list"),
+    "sharing of nothing": ("sharing: []", "sharing is [] but must be 'capped' or 'disjoint', or a list"),
+    "sharing list": (
+        "sm_group_num: 4\nsharing: [capped, both]",
+        "sharing is ['capped', 'both'] but must be 'capped' or 'disjoint', or a list of them with one for each",
+    ),
+    "sharing mapping": ("sharing: {capped: 1}", "sharing is {'capped': 1} but must be 'capped' or 'disjoint'"),
+    "sharing list too short": (
+        "sm_group_num: 5\nsharing: [capped, disjoint]",
+        "sharing lists 2 but sm_group_num 5 needs 3, one for each division: give 3, or one word for all",
+    ),
+    "sharing list too long": (
+        "sm_group_num: 3\nsharing: [capped, disjoint]",
+        "sharing lists 2 but sm_group_num 3 needs 1, one for each division: give 1, or one word for all",
+    ),
+    "backend": (
+        "backend: gpu",
+        "backend is 'gpu' (a string) but must be 'auto' or 'cuda' or 'sgl_kernel' or 'streams' or 'serial': change it "
+        "(the default is auto)",
+    ),
+    "prefill tokens 0": (
+        "max_prefill_tokens: 0",
+        "max_prefill_tokens is 0 but must be an integer, at least 1: change or remove it",
+    ),
+    "prefill tokens float": ("max_prefill_tokens: 8.0", "max_prefill_tokens is 8.0 (a float) but must be an integer"),
+    "prefill tokens string": ('max_prefill_tokens: "8"', "at least 1: write the number without quotes"),
+    "graph share above": (
+        "graph_memory_share: 0.6",
+        "graph_memory_share is 0.6 (a float) but must be a number, at least 0, at most 0.5: change it (the default is "
+        "0.03)",
+    ),
+    "graph share below": ("graph_memory_share: -1", "graph_memory_share is -1 but must be a number, at least 0, at"),
+    "graph share string": ('graph_memory_share: "0.1"', "graph_memory_share is '0.1' (a string) but must be a number"),
+    "graph share true": ("graph_memory_share: true", "graph_memory_share is true (a boolean) but must be a number"),
+    "graph share nan": ("graph_memory_share: .nan", "graph_memory_share is nan (a float) but must be a number"),
+    "graph seconds": (
+        "graph_capture_s: -0.5",
+        "graph_capture_s is -0.5 (a float) but must be a number, at least 0: change it (the default is 30.0)",
+    ),
     "long value": (f"policy: {'x' * 5000}", "policy is 'xxx"),
     "line break in a value": ('policy: "a\\nb"', "policy is 'a\\nb'"),
 }
@@ -228,6 +278,27 @@ def test_a_malformed_file_is_one_line_that_names_file_field_value_and_limit(writ
 def test_more_groups_than_the_default_need_no_second_setting(write):
     """SGLang fails when the file's number of groups is not that of its command line; here there is one number."""
     assert resolve({"config": write("sm_group_num: 10")}, {}).config.sm_group_num == 10
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("sharing: disjoint", {"sharing": "disjoint"}),
+        ("sm_group_num: 4\nsharing: [capped, disjoint]", {"sharing": ("capped", "disjoint")}),
+        ("sm_group_num: 3\nsharing: [disjoint]", {"sharing": ("disjoint",)}),
+        *((f"backend: {name}", {"backend": name}) for name in ("auto", "cuda", "sgl_kernel", "streams", "serial")),
+        ("max_prefill_tokens: 1", {"max_prefill_tokens": 1}),
+        ("lane: serial\nmax_prefill_tokens:", {"max_prefill_tokens": None}),
+        ("graph_memory_share: 0", {"graph_memory_share": 0}),
+        ("graph_memory_share: 0.5", {"graph_memory_share": 0.5}),
+        ("graph_capture_s: 0", {"graph_capture_s": 0}),
+        ("graph_capture_s: 2.5", {"graph_capture_s": 2.5}),
+    ],
+)
+def test_the_settings_of_partitions_have_these_values(write, text, expected):
+    config = resolve({"config": write(text)}, {}).config
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert hash(config) == hash(resolve({"config": write(text)}, {}).config)
 
 
 @pytest.mark.parametrize("text", ["layers_per_group: 4", "split_forward_token_budget: 9\ntrace_steps: 1"])
@@ -290,6 +361,8 @@ class TestInline:
             ({"policy": "fixed", "fixed_group": 7}, "fixed_group is 7 but must be 1 to 6, as sm_group_num is 8"),
             ({"policy": "fixed", "fixed_group": 0}, "fixed_group is 0 but must be an integer, at least 1"),
             ({"fixed_group": 2}, "fixed_group is 2 but policy table does not use it"),
+            ({"sharing": ["capped"]}, "sharing lists 1 but sm_group_num 8 needs 6, one for each division"),
+            ({"sharing": ("capped", "x")}, "sharing is ('capped', 'x') but must be 'capped' or 'disjoint', or a list"),
         ],
     )
     def test_a_wrong_key_or_value_is_named_with_its_source(self, inline, problem):
@@ -303,6 +376,8 @@ class TestInline:
     def test_direct_construction_checks_the_same(self):
         with pytest.raises(ValidationError, match="set sm_group_num to 3 or give 6 rows"):
             PDMuxConfig(manual_divisions=[[66, 66, 1]])
+        with pytest.raises(ValidationError, match="sharing lists 2 but sm_group_num 8 needs 6"):
+            PDMuxConfig(sharing=["capped", "disjoint"])
 
 
 class TestPrecedence:
@@ -327,6 +402,21 @@ class TestPrecedence:
         assert "additional_config['pdmux']" in message
         assert f"file {path}" in message
         assert "manual_divisions has 6 rows but sm_group_num 5 needs 3" in message
+
+    def test_a_list_of_sharings_and_a_number_of_groups_from_elsewhere_are_both_named(self, write):
+        path = write("sm_group_num: 4\nsharing: [capped, disjoint]")
+        message = error_of({"config": path, "sm_group_num": 5})
+        assert message.startswith(
+            f"additional_config['pdmux'] with file {path}: sharing lists 2 but sm_group_num 5 "
+        )
+
+    @pytest.mark.parametrize(
+        "sharing, shown", [("[capped, disjoint]", "['capped', 'disjoint']"), ("disjoint", "disjoint")]
+    )
+    def test_the_log_line_shows_sharings_as_they_are_written(self, write, sharing, shown):
+        path = write(f"sm_group_num: 4\nsplit_forward_token_budget:\nsharing: {sharing}")
+        line = resolve({"config": path}, {}).describe()
+        assert line == f"sm_group_num=4 (file {path}), sharing={shown} (file {path})"
 
     def test_the_log_line_has_only_what_was_changed(self, write):
         path = write("sm_group_num: 3\nmanual_divisions: [[66, 66, 1]]\ndecode_bs_divisor: 36")

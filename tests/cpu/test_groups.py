@@ -4,6 +4,7 @@
 import re
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +12,13 @@ from hypothesis import strategies as st
 from vllm_pdmux.spatial import Group, SplitError, automatic_split, stream_groups
 
 
-def settings(sm_group_num=8, manual_divisions=()):
-    return SimpleNamespace(sm_group_num=sm_group_num, manual_divisions=manual_divisions)
+def settings(sm_group_num=8, manual_divisions=(), sharing="capped"):
+    return SimpleNamespace(sm_group_num=sm_group_num, manual_divisions=manual_divisions, sharing=sharing)
+
+
+def sharings(groups):
+    """Of the mixed groups, in order."""
+    return [group.sharing for group in groups[1:-1]]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,7 @@ def test_a_device_too_small_to_split_is_an_error_with_the_remedy():
         stream_groups(settings(), 20, (9, 0))
 
 
+@hypothesis.settings(deadline=None)
 @given(
     st.integers(32, 300),
     st.tuples(st.integers(6, 13), st.integers(0, 9)),
@@ -81,6 +88,25 @@ def test_manual_rows_need_no_known_compute_capability():
 
 def test_a_small_device_has_fewer_groups_than_asked_for():
     assert [group.index for group in stream_groups(settings(8), 78, (9, 0))] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("word", ["capped", "disjoint"])
+def test_one_word_is_the_sharing_of_every_mixed_group(word):
+    manual = stream_groups(settings(4, [(112, 20, 5), (64, 68, 10)], word), 132, (9, 0))
+    assert sharings(manual) == [word] * 2
+    assert sharings(stream_groups(settings(sharing=word), 132, (9, 0))) == [word] * 6
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("rows", [[], [(112, 20, 1), (88, 44, 2), (64, 68, 3)]], ids=["automatic", "manual"])
+def test_a_sequence_has_one_sharing_for_each_mixed_group_in_order(rows, kind):
+    words = ["disjoint", "capped", "disjoint"]
+    assert sharings(stream_groups(settings(5, rows, kind(words)), 132, (9, 0))) == words
+
+
+def test_a_small_device_uses_the_first_sharings_of_a_sequence():
+    words = ("disjoint", "capped", "disjoint", "capped", "capped", "capped")
+    assert sharings(stream_groups(settings(8, sharing=words), 78, (9, 0))) == ["disjoint", "capped", "disjoint"]
 
 
 @pytest.mark.parametrize(

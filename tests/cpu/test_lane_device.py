@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of streams and the pace of launches on a GPU, with stand-ins for streams and events."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +23,10 @@ class Event:
 
     def __init__(self):
         Event.made += 1
-        self.done = False
+        self.done, self.stream = False, None
 
     def record(self, stream):
-        self.done = False
+        self.done, self.stream = False, stream
 
     def query(self):
         return self.done
@@ -33,14 +34,33 @@ class Event:
 
 @pytest.fixture
 def streams(monkeypatch):
+    """The decode stream and those of the prefill lane by group."""
     Event.made = 0
     monkeypatch.setattr(lane_device.torch.cuda, "Event", Event)
-    return Stream("decode"), {1: Stream("prefill 1"), 2: Stream("prefill 2")}
+    decode = Stream("decode")
+    return decode, {0: decode, 1: Stream("prefill 1"), 2: Stream("prefill 2")}
 
 
 @pytest.fixture
 def device(streams):
     return CudaDevice(*streams)
+
+
+@pytest.fixture
+def set_on_thread(monkeypatch):
+    """What became current on the lane's thread, in order."""
+    calls = []
+    monkeypatch.setattr(lane_device.torch.cuda, "set_device", lambda device: calls.append(device))
+    monkeypatch.setattr(lane_device.torch.cuda, "set_stream", lambda stream: calls.append(stream.name))
+    return calls
+
+
+def begin(device, group):
+    """A batch begins in `group`, as the lane does it; the runner that the device was given."""
+    runner = SimpleNamespace()
+    device.use(group, runner)
+    device.begin()
+    return runner
 
 
 def gpu_runs(device, layers):
@@ -59,31 +79,127 @@ def launch(device, limit=100):
 
 def test_a_batch_is_ordered_behind_the_decode_steps_and_the_batch_before(device, streams):
     _, prefill = streams
-    runner = SimpleNamespace()
-    device.begin(2, runner)
-    assert prefill[2].waited_for == ["prefill 1", "decode"] and runner.main_stream is prefill[2]
-    device.begin(1, runner)
-    assert prefill[1].waited_for == ["prefill 2", "decode"] and runner.main_stream is prefill[1]
+    begin(device, 1)
+    assert prefill[1].waited_for == ["prefill 2", "decode"]
+    begin(device, 2)
+    assert prefill[2].waited_for == ["prefill 1", "decode"]
+
+
+def test_a_batch_on_the_stream_of_the_one_before_is_ordered_behind_the_decode_steps_alone(device, streams):
+    _, prefill = streams
+    begin(device, 2)
+    begin(device, 2)
+    assert prefill[2].waited_for == ["decode", "decode"]
 
 
 def test_the_decode_stream_waits_where_a_batch_is_dropped_and_nowhere_else(device, streams):
     decode, _ = streams
-    device.begin(2, SimpleNamespace())
+    begin(device, 1)
+    launch(device)
+    device.use(2, SimpleNamespace())
     launch(device)
     assert decode.waited_for == []
     device.drop()
     assert decode.waited_for == ["prefill 2"]
 
 
-@pytest.mark.parametrize(("group", "stream"), [(0, "prefill 1"), (1, "prefill 1"), (2, "prefill 2"), (6, "prefill 2")])
+@pytest.mark.parametrize(("group", "stream"), [(0, "decode"), (1, "prefill 1"), (2, "prefill 2"), (6, "prefill 2")])
 def test_every_group_has_a_stream(device, group, stream):
-    runner = SimpleNamespace()
-    device.begin(group, runner)
-    assert runner.main_stream.name == stream
+    assert begin(device, group).main_stream.name == stream
+
+
+class TestTheDecodeStreamItself:
+    """Group 0, where nothing decodes."""
+
+    def test_it_never_waits_for_itself(self, device, streams):
+        decode, _ = streams
+        begin(device, 0)
+        begin(device, 0)
+        assert decode.waited_for == ["prefill 2"], "the stream that the lane had before, once"
+
+    def test_a_batch_that_is_dropped_on_it_needs_no_wait(self, device, streams):
+        decode, _ = streams
+        begin(device, 0)
+        before = list(decode.waited_for)
+        device.drop()
+        assert decode.waited_for == before
+
+    def test_a_batch_that_leaves_it_runs_behind_it(self, device, streams):
+        _, prefill = streams
+        begin(device, 0)
+        device.use(1, SimpleNamespace())
+        assert prefill[1].waited_for == ["decode"]
+
+
+class TestAChangeOfGroupBetweenTwoLayers:
+    def test_the_new_stream_is_ordered_behind_the_old_one_once(self, device, streams):
+        _, prefill = streams
+        runner = begin(device, 1)
+        device.mark()
+        for _ in range(3):
+            device.use(2, runner)
+            device.mark()
+        assert prefill[2].waited_for == ["prefill 1"]
+
+    def test_the_runner_and_the_layers_have_the_new_stream(self, device, streams):
+        _, prefill = streams
+        runner = begin(device, 1)
+        device.mark()
+        device.use(2, runner)
+        device.mark()
+        assert runner.main_stream is prefill[2]
+        assert [mark.stream for mark in device._marks] == [prefill[1], prefill[2]]
+
+    def test_groups_on_one_stream_wait_for_nothing(self):
+        shared = Stream("shared")
+        device = CudaDevice(Stream("decode"), {1: shared, 2: shared})
+        runner = begin(device, 1)
+        device.use(2, runner)
+        assert shared.waited_for == ["decode"] and runner.main_stream is shared
+
+    def test_a_runner_that_kept_a_stream_gets_the_new_one(self, device, streams):
+        class Runner:
+            @functools.cached_property
+            def main_stream(self):
+                return "the stream of its first use"
+
+        runner = Runner()
+        assert runner.main_stream == "the stream of its first use"
+        device.use(1, runner)
+        assert runner.main_stream is streams[1][1]
+
+
+class TestTheStreamOfTheLanesThread:
+    def test_it_is_set_when_the_thread_goes_on_and_not_before(self, device, set_on_thread):
+        begin(device, 1)
+        assert set_on_thread == []
+        device.enter()
+        assert set_on_thread == [0, "prefill 1"]
+
+    def test_it_is_not_set_again_when_nothing_changed(self, device, set_on_thread):
+        runner = begin(device, 1)
+        for _ in range(3):
+            device.enter()
+            device.use(1, runner)
+        assert set_on_thread == [0, "prefill 1"]
+
+    def test_a_new_batch_sets_it_whatever_ran_on_the_thread_before(self, device, set_on_thread):
+        for _ in range(2):
+            begin(device, 1)
+            device.enter()
+        assert set_on_thread == [0, "prefill 1"] * 2
+
+    def test_it_follows_every_change(self, device, set_on_thread):
+        runner = begin(device, 1)
+        device.enter()
+        for group in (2, 0, 1):
+            device.use(group, runner)
+            device.enter()
+        assert set_on_thread[1::2] == ["prefill 1", "prefill 2", "decode", "prefill 1"]
 
 
 def test_a_little_more_is_queued_than_the_gpu_runs(device):
-    device.begin(1, SimpleNamespace())
+    begin(device, 1)
     assert launch(device) == FIRST_LEAD
     assert launch(device) == 0, "nothing has run: nothing is launched"
     gpu_runs(device, 1)
@@ -91,7 +207,7 @@ def test_a_little_more_is_queued_than_the_gpu_runs(device):
 
 
 def test_a_queue_that_ran_dry_is_kept_longer_within_a_bound(device):
-    device.begin(1, SimpleNamespace())
+    begin(device, 1)
     launched = []
     for _ in range(3 * LONGEST_LEAD):
         launched.append(launch(device))
@@ -101,19 +217,27 @@ def test_a_queue_that_ran_dry_is_kept_longer_within_a_bound(device):
 
 def test_events_are_used_again(device):
     for _ in range(50):
-        device.begin(1, SimpleNamespace())
+        begin(device, 1)
         launch(device)
         gpu_runs(device, 1000)
     assert Event.made <= 2 * LONGEST_LEAD
 
 
-def test_a_result_can_be_read_when_its_copy_is_done(device):
-    output = SimpleNamespace(copy_event=Event())
+@pytest.mark.parametrize("name", ["copy_event", "async_copy_ready_event"])
+def test_a_result_of_either_runner_can_be_read_when_its_copy_is_done(device, name):
+    event = Event()
+    output = SimpleNamespace(**{name: event})
     assert not device.is_done(output)
-    output.copy_event.done = True
+    event.done = True
     assert device.is_done(output)
 
 
 def test_a_cpu_has_run_what_it_was_given():
     device = HostDevice()
+    runner = begin(device, 3)
     assert device.stride(7) == 7 and device.wants_more() and device.is_done(object()) and not device.keep_thread
+    assert not hasattr(runner, "main_stream")
+
+
+def test_the_lanes_of_a_gpu_have_scratch_of_their_own(device):
+    assert device.workspace != HostDevice().workspace == 0

@@ -56,8 +56,9 @@ def test_layers_are_those_that_one_step_advances(capsys, decode_batch, prefill_t
 def test_without_a_load_all_groups(capsys):
     groups = plan_json(capsys, "--sms", "108", "--compute-capability", "8.0")["groups"]
     assert [group["group"] for group in groups] == list(range(8))
-    assert groups[0] == {"group": 0, "prefill_sms": 108, "decode_sms": 0, "min_decode_batch": None}
-    assert groups[1] == {"group": 1, "prefill_sms": 84, "decode_sms": 24, "min_decode_batch": None}
+    common = {"min_decode_batch": None, "sharing": "capped"}
+    assert groups[0] == {"group": 0, "prefill_sms": 108, "decode_sms": 0} | common
+    assert groups[1] == {"group": 1, "prefill_sms": 84, "decode_sms": 24} | common
 
 
 @pytest.mark.parametrize("dotted, plain", [("9.0", "90"), ("8.6", "86"), ("10.3", "103"), ("12.0", "120")])
@@ -88,6 +89,17 @@ def test_a_file_by_option_or_environment(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PDMUX_CONFIG", str(path))
     assert plan_json(capsys, "--sms", "132", "--decode-batch", "12") == expected
     assert plan_json(capsys, "--sms", "132")["groups"][2]["min_decode_batch"] == 5
+
+
+@pytest.mark.parametrize(
+    "sharing, expected",
+    [("disjoint", ["disjoint", "disjoint"]), ("[disjoint, capped]", ["disjoint", "capped"])],
+)
+def test_each_division_says_how_the_lanes_share(capsys, tmp_path, sharing, expected):
+    path = tmp_path / "pdmux.yml"
+    path.write_text(f"sm_group_num: 4\nsharing: {sharing}")
+    groups = plan_json(capsys, "--sms", "132", "--config", str(path))["groups"]
+    assert [group["sharing"] for group in groups[1:-1]] == expected
 
 
 @pytest.mark.parametrize(
@@ -146,6 +158,8 @@ def test_help_lists_the_commands(capsys):
         ("sm_group_num: 3\nmanual_divisions: [[112, 28, 1]]", "the device has 132, so 8 do not exist"),
         ("sm_group_num: 3\nmanual_divisions: [[112, 12, 1]]", "the device has 132, so 8 would be left idle"),
         ("policy: fixed\nfixed_group: 6\ntrace_steps: -1", "trace_steps is -1"),
+        ("sharing: both", "sharing is 'both' (a string) but must be 'capped' or 'disjoint'"),
+        ("sharing: [capped]", "sharing lists 1 but sm_group_num 8 needs 6"),
     ],
 )
 def test_a_bad_file_is_one_line_without_a_traceback(tmp_path, text, expected):
@@ -191,6 +205,8 @@ def imports(path):
     "files, forbidden",
     [
         ("spatial/groups.py", ["vllm_pdmux.policy", "vllm_pdmux.config"]),
+        ("spatial/granted.py", ["vllm_pdmux.policy", "vllm_pdmux.config"]),
+        ("spatial/partition.py", ["vllm_pdmux.policy", "vllm_pdmux.config"]),
         ("policy/*.py", ["vllm_pdmux.spatial", "vllm_pdmux.config"]),
         ("config*.py", ["vllm_pdmux.spatial", "vllm_pdmux.policy"]),
         ("policy_from_config.py", ["vllm_pdmux.spatial"]),

@@ -17,6 +17,7 @@ from vllm_pdmux.config_errors import one_line
 COMMANDS = {
     "plan": "vllm_pdmux.cli.plan",
     "demo": "vllm_pdmux.cli.demo",
+    "doctor": "vllm_pdmux.cli.doctor",
 }
 PROGRAM = "vllm-pdmux"
 EXIT_BAD_INPUT = 2

@@ -7,40 +7,9 @@ kept, since a stream that is destroyed with work in flight takes the work with i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-
-class PartitionError(RuntimeError):
-    """A partition that this GPU or driver cannot make; the message names the value, the limit and the nearest one."""
-
-
-@dataclass(frozen=True)
-class SMLimits:
-    """What the driver says of the device's SMs."""
-
-    total_sms: int
-    min_sms: int  # smallest set
-    step_sms: int  # sizes are multiples of this
-
-    def nearest(self, sms: int) -> int:
-        """The possible size nearest to `sms` that leaves a set for the other lane."""
-        steps = max(1, round(sms / self.step_sms))
-        largest = (self.total_sms - self.min_sms) // self.step_sms * self.step_sms
-        return min(max(steps * self.step_sms, self.min_sms), largest)
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Two disjoint sets of SMs, with the number of SMs that the driver granted each and a stream on each.
-
-    The streams are raw handles (``CUstream``) of green contexts, which live as long as the process.
-    """
-
-    decode_sms: int
-    prefill_sms: int
-    decode_stream: int
-    prefill_stream: int
+from vllm_pdmux.spatial.partition import Partition, PartitionError, SMLimits
 
 
 class CudaPartitions:
@@ -55,33 +24,38 @@ class CudaPartitions:
             ) from error
         self._cu = driver
         self._device = self._check("cuDeviceGet", driver.cuDeviceGet(device))
-        kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-        self._all = self._check("cuDeviceGetDevResource", driver.cuDeviceGetDevResource(self._device, kind))
+        self._kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        self._all = self._check("cuDeviceGetDevResource", driver.cuDeviceGetDevResource(self._device, self._kind))
         self._kept: list[Any] = []  # resources and contexts that the streams live in
         self.limits = SMLimits(self._all.sm.smCount, *self._granularity())
 
     def partition(self, decode_sms: int) -> Partition:
         """Split the device: at least `decode_sms` for decode, the rest for prefill. Raises PartitionError."""
-        limits = self.limits
-        if not limits.min_sms <= decode_sms <= limits.total_sms - limits.min_sms:
-            raise PartitionError(
-                f"a partition with {decode_sms} SMs for decode is not possible: the device has {limits.total_sms} SMs, "
-                f"each lane needs {limits.min_sms}, in steps of {limits.step_sms}; the nearest is "
-                f"{limits.nearest(decode_sms)}"
-            )
-        first, rest = self._split(decode_sms)
-        return Partition(first.sm.smCount, rest.sm.smCount, self._stream(first), self._stream(rest))
+        self.limits.check(decode_sms)
+        return self._granted(*self._streams(decode_sms))
 
-    def _split(self, sms: int) -> tuple[Any, Any]:
+    def _streams(self, decode_sms: int) -> tuple[int, int]:
+        """A stream for decode on at least `decode_sms` SMs, and one for prefill on the rest."""
         groups, count, rest = self._check(
-            "cuDevSmResourceSplitByCount", self._cu.cuDevSmResourceSplitByCount(1, self._all, 0, sms)
+            "cuDevSmResourceSplitByCount", self._cu.cuDevSmResourceSplitByCount(1, self._all, 0, decode_sms)
         )
         if count != 1 or rest.sm.smCount == 0:
             raise PartitionError(
-                f"the driver cannot split {self.limits.total_sms} SMs into {sms} and the rest: "
+                f"the driver cannot split {self.limits.total_sms} SMs into {decode_sms} and the rest: "
                 f"sizes go from {self.limits.min_sms} in steps of {self.limits.step_sms}"
             )
-        return groups[0], rest
+        return self._stream(groups[0]), self._stream(rest)
+
+    def _granted(self, decode_stream: int, prefill_stream: int) -> Partition:
+        """The partition with these streams: its counts are what the driver says of them, not what was asked for."""
+        return Partition(self._sms(decode_stream), self._sms(prefill_stream), decode_stream, prefill_stream)
+
+    def _sms(self, stream: int) -> int:
+        cu = self._cu
+        context = self._check("cuStreamGetGreenCtx", cu.cuStreamGetGreenCtx(cu.CUstream(stream)))
+        if not int(context):
+            raise PartitionError("the driver made a stream that is in no green context: use another backend")
+        return self._check("cuGreenCtxGetDevResource", cu.cuGreenCtxGetDevResource(context, self._kind)).sm.smCount
 
     def _granularity(self) -> tuple[int, int]:
         # What the driver grants for one SM is the smallest set. Newer drivers also say the step.

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+# How the lanes of a group share the device: prefill confined and decode on all SMs, or each lane on its own.
+CAPPED, DISJOINT = "capped", "disjoint"
 # Below this decode is starved whatever the model, so the automatic split never offers it (SGLang's rule).
 MIN_AUTOMATIC_DECODE_SMS = 16
 # Smallest part and step, in SMs, by major compute capability. Majors above the last use the last: a device newer than
@@ -28,6 +30,7 @@ class Group:
     prefill_sms: int
     decode_sms: int
     min_decode_batch: int | None
+    sharing: str = CAPPED
 
 
 class SplitSettings(Protocol):
@@ -38,6 +41,10 @@ class SplitSettings(Protocol):
 
     @property
     def manual_divisions(self) -> Sequence[tuple[int, int, int]]: ...
+
+    @property
+    def sharing(self) -> str | Sequence[str]:
+        """CAPPED or DISJOINT, for all mixed groups or one for each."""
 
 
 def automatic_split(total_sms: int, compute_capability: tuple[int, int], splits: int) -> tuple[tuple[int, int], ...]:
@@ -77,7 +84,8 @@ def stream_groups(
     else:
         pairs = automatic_split(total_sms, compute_capability, config.sm_group_num - 2)
         rows = tuple((prefill_sms, decode_sms, None) for prefill_sms, decode_sms in pairs)
-    mixed = (Group(index, *row) for index, row in enumerate(rows, start=1))
+    sharing = [config.sharing] * len(rows) if isinstance(config.sharing, str) else config.sharing
+    mixed = (Group(index, *row, sharing[index - 1]) for index, row in enumerate(rows, start=1))
     return (Group(0, total_sms, 0, None), *mixed, Group(len(rows) + 1, 0, total_sms, None))
 
 

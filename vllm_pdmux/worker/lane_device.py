@@ -17,12 +17,16 @@ class LaneDevice(Protocol):
     """What the prefill lane asks of the device."""
 
     keep_thread: bool  # whether the lane's thread outlives its batch
+    workspace: int  # vLLM's workspace lane, whose scratch the prefill lane uses
 
-    def begin(self, group: int, runner: Any) -> None:
-        """On the worker's thread, before a batch: choose its stream, behind what the decode lane has queued."""
+    def use(self, group: int, runner: Any) -> None:
+        """On the worker's thread: launch what comes next of `runner` on the SMs of `group`."""
+
+    def begin(self) -> None:
+        """On the worker's thread, before a batch: order it behind what the decode lane has queued."""
 
     def enter(self) -> None:
-        """On the lane's thread, when the batch starts to run."""
+        """On the lane's thread, whenever the batch goes on: there it may find another stream."""
 
     def mark(self) -> None:
         """On the lane's thread, where a layer begins."""
@@ -44,8 +48,11 @@ class HostDevice:
     """A CPU: a layer has run when its launch returns."""
 
     keep_thread = False
+    workspace = 0  # shared: what runs has ended when control changes
 
-    def begin(self, group: int, runner: Any) -> None: ...
+    def use(self, group: int, runner: Any) -> None: ...
+
+    def begin(self) -> None: ...
 
     def enter(self) -> None: ...
 
@@ -64,35 +71,50 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A GPU: layers are queued on the stream of the batch's group, a little ahead of what has run.
+    """A GPU: layers are queued on the stream of a group, a little ahead of what has run.
 
-    `prefill_streams`: by group. The decode stream never waits for one of them, but where a batch is dropped.
+    `prefill_streams`: by group. Group 0, where nothing decodes, may have the decode stream itself. The decode stream
+    waits for another one where a batch is dropped, and where the lane moves onto it; nowhere else.
+
+    A batch may change streams between two layers. Its tensors stay in the allocator's pool of the stream where they
+    were allocated, and what is freed there is used again only by work that is queued later on that stream, which has
+    then been ordered behind all streams that the lane used meanwhile.
     """
 
     keep_thread = True
+    workspace = 1
 
     def __init__(self, decode_stream: torch.cuda.Stream, prefill_streams: Mapping[int, torch.cuda.Stream]):
         self._decode_stream = decode_stream
         self._prefill_streams = prefill_streams
-        self._stream = next(iter(prefill_streams.values()))
+        self._last_group = max(prefill_streams)
+        self._stream = prefill_streams[self._last_group]
+        self._entered: torch.cuda.Stream | None = None  # the current stream of the lane's thread
         self._marks: deque[torch.cuda.Event] = deque()  # where layers begin that have not begun on the GPU
         self._free_events: list[torch.cuda.Event] = []
         self._lead = FIRST_LEAD
         self._is_first = True
 
-    def begin(self, group: int, runner: Any) -> None:
-        # A batch that begins with nothing decoding (group 0) may meet a decoding request: it has the first mixed group.
-        group = min(max(group, min(self._prefill_streams)), max(self._prefill_streams))
-        before, self._stream = self._stream, self._prefill_streams[group]
-        self._stream.wait_stream(before)  # batches go through the lane in order
+    def use(self, group: int, runner: Any) -> None:
+        # A device may have fewer groups than the scheduler counts.
+        stream = self._prefill_streams[min(group, self._last_group)]
+        if stream is not self._stream:
+            stream.wait_stream(self._stream)  # layers run in order, and so do batches
+            self._stream = stream
+        runner.__dict__["main_stream"] = stream  # else cached from the stream of the runner's first use
+
+    def begin(self) -> None:
         # Blocks that the batch writes may be read by decode steps that are queued; blocks that it hits, written.
-        self._stream.wait_stream(self._decode_stream)
-        runner.__dict__["main_stream"] = self._stream  # else cached from the stream of the runner's first use
+        if self._stream is not self._decode_stream:
+            self._stream.wait_stream(self._decode_stream)
         self._is_first = True
+        self._entered = None  # whatever has run on the thread since
 
     def enter(self) -> None:
-        torch.cuda.set_device(self._stream.device)
-        torch.cuda.set_stream(self._stream)  # vLLM tracks the current stream through this call
+        if self._entered is not self._stream:
+            torch.cuda.set_device(self._stream.device)
+            torch.cuda.set_stream(self._stream)  # vLLM tracks the current stream through this call
+            self._entered = self._stream
 
     def mark(self) -> None:
         event = self._free_events.pop() if self._free_events else torch.cuda.Event()
@@ -111,7 +133,10 @@ class CudaDevice:
         return len(self._marks) < self._lead
 
     def is_done(self, output: Any) -> bool:
-        return output.copy_event.query()
+        # V2's name, and V1's
+        event = output.copy_event if hasattr(output, "copy_event") else output.async_copy_ready_event
+        return event.query()
 
     def drop(self) -> None:
-        self._decode_stream.wait_stream(self._stream)
+        if self._stream is not self._decode_stream:
+            self._decode_stream.wait_stream(self._stream)

@@ -7,17 +7,21 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_pdmux.messages import LaneReport, PrefillOrder
 from vllm_pdmux.worker.handover import handover_for
 from vllm_pdmux.worker.lane import Lane, SerialLane, ThreadedLane
 from vllm_pdmux.worker.lane_device import LaneDevice
-from vllm_pdmux.worker.prefill_runner import build_prefill_runner
+from vllm_pdmux.worker.prefill_runner import build_prefill_runner, dummy_prefill
 from vllm_pdmux.worker.process_state import ForwardContextSwap
 
 logger = init_logger("vllm.pdmux.lane")
+
+ALL_LAYERS = 1 << 30  # more than any model has
 
 
 def build_lane(kind: str, keep_thread: bool) -> Lane:
@@ -35,7 +39,6 @@ class Batch:
     id: int
     output: SchedulerOutput
     grammar: GrammarOutput | None
-    group: int
 
     @property
     def req_ids(self) -> list[str]:
@@ -76,13 +79,30 @@ class PrefillLane:
         """
         if order.start is not None:
             assert order.batch_id is not None
-            self._queue.append(Batch(order.batch_id, order.start, order.grammar, order.group))
+            self._queue.append(Batch(order.batch_id, order.start, order.grammar))
+        self._device.use(order.group, self._runner)
         if self._current is None and self._queue:
             self._begin(self._queue.popleft())
         batch, first_layer, end_layer = self._current, self._lane.layer, self._lane.layer
         if batch is not None:
             end_layer = self._launch(order.layers, wait)
         return self._report(batch, first_layer, end_layer, wait)
+
+    def warm_up(self, group: int, tokens: int) -> None:
+        """Run a prefill batch of `tokens` made-up tokens on the SMs of `group`, so that all it needs there exists."""
+
+        @torch.inference_mode()
+        def run() -> None:
+            self._device.enter()
+            with use_workspace_lane(self._device.workspace):
+                dummy_prefill(self._runner, tokens, with_attention=True)
+
+        self._view.begin()
+        self._device.use(group, self._runner)
+        self._device.begin()
+        self._lane.start(run)
+        self._lane.advance(ALL_LAYERS)
+        self._lane.take()
 
     def close(self) -> None:
         """Stop the lane's thread; a batch in progress is abandoned."""
@@ -104,14 +124,15 @@ class PrefillLane:
         self._handover.move(batch.output.num_scheduled_tokens, self._decode_runner, self._runner)
         self._current = batch
         self._view.begin()
-        self._device.begin(batch.group, self._runner)
+        self._device.begin()
         self._lane.start(lambda: self._run(batch))
 
     def _run(self, batch: Batch) -> Any:
         """The job: a stock step of the second runner. Runs on the lane's thread."""
         self._device.enter()
-        result = self._runner.execute_model(batch.output)
-        return self._runner.sample_tokens(batch.grammar) if result is None else result
+        with use_workspace_lane(self._device.workspace):
+            result = self._runner.execute_model(batch.output)
+            return self._runner.sample_tokens(batch.grammar) if result is None else result
 
     def _launch(self, layers: int, wait: bool) -> int:
         """Launch `layers` layers, fewer where the device has enough queued; where the current batch stands after that.
@@ -136,6 +157,7 @@ class PrefillLane:
     def _at_layer(self) -> None:
         self._device.mark()
         self._lane.at_layer()
+        self._device.enter()
 
     def _take(self) -> tuple[Any, str | None]:
         try:

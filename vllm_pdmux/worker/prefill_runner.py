@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_pdmux.worker.layer_view import LayerView
 
@@ -49,11 +50,22 @@ def generators_set_aside(runner: Any) -> Iterator[None]:
 def build_prefill_runner(decode_runner: Any, at_layer: Callable[[], None]) -> tuple[Any, LayerView]:
     """A second runner beside `decode_runner`, which has its model and its KV cache, and the view that suspends it."""
     vllm_config = decode_runner.vllm_config
-    view = LayerView(vllm_config.compilation_config.static_forward_context, at_layer)
+    layers = vllm_config.compilation_config.static_forward_context
+    # Other layers, those of experts for one, look themselves up there too.
+    boundaries = {name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
+    view = LayerView(layers, boundaries, at_layer)
     config = prefill_config(vllm_config, view)
     build = _build_v2 if vllm_config.use_v2_model_runner else _build_v1
     with set_current_vllm_config(config):
         return build(decode_runner, config), view
+
+
+def dummy_prefill(runner: Any, tokens: int, with_attention: bool) -> None:
+    """One forward pass of `runner` over made-up tokens. Without attention it needs no KV cache."""
+    if runner.vllm_config.use_v2_model_runner:
+        runner._dummy_run(tokens, skip_attn=not with_attention, is_profile=not with_attention)
+    else:
+        runner._dummy_run(tokens, CUDAGraphMode.NONE, force_attention=with_attention, is_profile=not with_attention)
 
 
 def _build_v1(decode_runner: Any, config: VllmConfig) -> Any:

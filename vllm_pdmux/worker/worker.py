@@ -60,12 +60,16 @@ class PDMuxWorkerMixin:
     def _lane_device(self) -> LaneDevice:
         return HostDevice()
 
+    def _before_decode(self, output: SchedulerOutput, order: PrefillOrder) -> None:
+        """What the device needs to know before the decode lane runs its step `output`."""
+
     @torch.inference_mode()  # moving a request between the runners writes to their inference tensors
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if self._prefill_lane is None or (order := order_of(scheduler_output)) is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]  # vLLM's own warm-up
         self._order = order
         self._prefill_lane.before_decode(scheduler_output, order)
+        self._before_decode(scheduler_output, order)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if output is None:
             return None
