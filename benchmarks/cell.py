@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine, stock or with the plugin, and what is measured with it.
+
+Started by other benchmarks as a process that obeys lines of JSON: ``{"cell": "B:C:P", "setting": ...}`` is answered
+with one line of JSON. A setting is a chunk size (stock), or ``capped:SMS`` or ``disjoint:SMS`` (the plugin; SMs of the
+prefill lane).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("PDMUX_EXPERIMENTAL_CUDA", "1")
+
+import shapes
+from machine import description
+
+ALONE_STEPS = 40
+ANSWER = "PDMUX-ANSWER "  # before each answer, since libraries print too
+NO_END = 100_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arm", choices=("stock", "pdmux"), required=True)
+    parser.add_argument("--shape", choices=shapes.CONFIGS, required=True)
+    parser.add_argument("--groups", default="", help="of the plugin: settings that it may be asked for")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--total-sms", type=int, default=132)
+    parser.add_argument("--prompts", type=int, default=4, help="prefilled in one measurement")
+    parser.add_argument("--limit-s", type=float, default=4.0, help="of one measurement of stock")
+    parser.add_argument("--kv-gib", type=float, help="KV cache in GiB, where other engines share the GPU")
+    parser.add_argument("--max-prefill-tokens", type=int, default=None)
+    args = parser.parse_args()
+    started = time.perf_counter()
+    engine = Engine(args)
+    answer({"ready_s": time.perf_counter() - started, "kv_tokens": engine.kv_tokens, **description()})
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "alone" in order:
+            answer({"prefill_alone_ttft_ms": engine.prefill_alone_ms(order["alone"])})
+        else:
+            answer(engine.cell(*map(int, order["cell"].split(":")), order["setting"]))
+
+
+def answer(values: dict[str, Any]) -> None:
+    print(ANSWER + json.dumps(values), flush=True)
+
+
+class Engine:
+    """An engine in this process."""
+
+    def __init__(self, args: argparse.Namespace):
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        self._args = args
+        self._groups = [group for group in args.groups.split(",") if group] if args.arm == "pdmux" else []
+        is_toy = args.shape == "toy"
+        arguments: dict[str, Any] = shapes.arguments(args.shape)
+        if args.arm == "pdmux":
+            arguments["additional_config"] = {"pdmux": self._settings()}
+        if current_platform.is_cpu():
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            arguments.update(enforce_eager=True, distributed_executor_backend="uni")
+        elif args.kv_gib:
+            arguments.update(gpu_memory_utilization=0.1, kv_cache_memory_bytes=int(args.kv_gib * 2**30))
+        else:
+            arguments["gpu_memory_utilization"] = 0.85
+        self._llm = LLM(
+            max_model_len=1024 if is_toy else 40960,
+            max_num_batched_tokens=256 if is_toy else 8192,
+            max_num_seqs=16 if is_toy else 256,
+            enable_prefix_caching=True,  # so that the decoding requests of a cell are set up again at no cost
+            **arguments,
+        )
+        self._engine = self._llm.llm_engine
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._full_budget = self._scheduler.max_num_scheduled_tokens
+        self._random = random.Random(0)
+        self._contexts: dict[tuple[int, int], list[list[int]]] = {}
+        self._count = 0
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks * self._scheduler.block_size
+
+    def prefill_alone_ms(self, tokens: int) -> float:
+        """TTFT of one prompt with nothing else running: the median of 3, after one that warms up."""
+        self._use(None)
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self._add(self._prompt(tokens), 1)
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+            times.append((time.perf_counter() - start) * 1e3)
+        return sorted(times[1:])[1]
+
+    def cell(self, batch: int, context: int, tokens: int, setting: Any) -> dict[str, float]:
+        """ITL with nothing to prefill, then ITL and prefill throughput while prompts are prefilled."""
+        self._use(None)
+        if (batch, context) not in self._contexts:
+            self._contexts[batch, context] = [self._prompt(context) for _ in range(batch)]
+        decoding = {self._add(prompt, NO_END if context > 1000 else 400) for prompt in self._contexts[batch, context]}
+        lengths: dict[str, int] = {}
+        while len(lengths) < batch or min(lengths.values()) < 5:
+            for output in self._engine.step():
+                lengths[output.request_id] = len(output.outputs[0].token_ids)
+        alone = self._gaps(decoding, lambda gaps, ended: len(gaps) >= ALONE_STEPS)[0]
+        self._use(setting)
+        prompts = [self._add(self._prompt(tokens), 1) for _ in range(self._args.prompts)]
+        limit = time.perf_counter() + (self._args.limit_s if self._args.arm == "stock" else 1e9)
+        gaps, seconds, ended = self._gaps(
+            decoding, lambda gaps, ended: len(ended) >= len(prompts) or time.perf_counter() > limit
+        )
+        done = tokens * len(ended) + sum(self._computed(one) for one in prompts if one not in ended)
+        self._engine.abort_request([*decoding, *prompts])
+        for _ in range(6):
+            self._engine.step()
+        return {
+            "itl_alone_ms": quantile(alone, 0.5),
+            "itl_p50_ms": quantile(gaps, 0.5),
+            "itl_p99_ms": quantile(gaps, 0.99),
+            "itl_max_ms": max(gaps),
+            "prefill_tokens_per_s": done / seconds,
+            "steps": float(len(gaps)),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        splits = [group.split(":") for group in self._groups]
+        return {
+            "sm_group_num": len(splits) + 2,
+            "manual_divisions": [[int(sms), self._args.total_sms - int(sms), 0] for _, sms in splits],
+            "sharing": [sharing for sharing, _ in splits],
+            "backend": self._args.backend,
+            "max_prefill_tokens": self._args.max_prefill_tokens,
+        }
+
+    def _use(self, setting: Any) -> None:
+        """Stock: the chunk size, all the budget without one. Plugin: the group."""
+        if self._args.arm == "stock":
+            self._scheduler.max_num_scheduled_tokens = setting or self._full_budget
+        elif setting is not None:
+            from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule
+
+            group = self._groups.index(setting) + 1
+            self._scheduler._pdmux_policy = FixedPolicy(group, len(self._groups), LayerRule(ALL_LAYERS))
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return [self._random.randrange(10, shapes.vocabulary(self._args.shape)) for _ in range(tokens)]
+
+    def _add(self, prompt: list[int], answer: int) -> str:
+        from vllm import SamplingParams
+
+        self._count += 1
+        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params)
+        return str(self._count)
+
+    def _computed(self, request_id: str) -> int:
+        found = [one for name, one in self._scheduler.requests.items() if name.split("-")[0] == request_id]
+        return found[0].num_computed_tokens if found else 0
+
+    def _gaps(self, decoding: set[str], until: Any) -> tuple[list[float], float, set[str]]:
+        gaps: list[float] = []
+        ended: set[str] = set()
+        start, last = time.perf_counter(), None
+        while not until(gaps, ended):
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            ended |= {output.request_id for output in outputs if output.request_id not in decoding}
+            if any(output.request_id in decoding for output in outputs):
+                if last is not None:
+                    gaps.append((now - last) * 1e3)
+                last = now
+        return gaps, time.perf_counter() - start, ended
+
+
+def quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+if __name__ == "__main__":
+    main()
