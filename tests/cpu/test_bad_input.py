@@ -41,7 +41,7 @@ INLINE = {
     ),
     "a sharing for one division of six": (
         {"sharing": ["disjoint"]},
-        "additional_config['pdmux']: sharing has 1 entries but sm_group_num 8 needs 6, one for each division: give 6, "
+        "additional_config['pdmux']: sharing lists 1 but sm_group_num 8 needs 6, one for each division: give 6, "
         "or one word for all",
     ),
     "not a mapping": (
