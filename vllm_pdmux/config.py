@@ -57,6 +57,8 @@ def resolve(inline: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Res
     if sglang_origin and "split_forward_token_budget" not in values:
         values["split_forward_token_budget"] = SGLANG_TOKEN_BUDGET
         origins["split_forward_token_budget"] = sglang_origin
+    if values.get("itl_slo_ms") is not None and "policy" not in values:
+        values["policy"], origins["policy"] = "slo", origins["itl_slo_ms"]
     _check_together(values, origins)
     return Resolved(PDMuxConfig.model_validate(values), origins)
 

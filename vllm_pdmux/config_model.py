@@ -89,8 +89,17 @@ class PDMuxConfig(BaseModel):
         description="Layers times new prompt tokens of one layer group; not set: an eighth of the model's layers each, "
         "or 65536 when a file sets sm_group_num.",
     )
-    policy: Literal["table", "fixed"] = Field(
-        "table", description="What chooses the division: the decode batch (table), or fixed_group always (fixed)."
+    policy: Literal["table", "fixed", "slo"] = Field(
+        "table",
+        description="What chooses the division: the decode batch (table), fixed_group always (fixed), or what was "
+        "measured of the steps so far, for a target of ITL (slo; the default when itl_slo_ms is set).",
+    )
+    itl_slo_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Milliseconds between two tokens of a request, which all but a few steps beside prefill should "
+        "keep, with policy slo; not set: 1.5 times what a decode step takes alone.",
     )
     fixed_group: int | None = Field(
         None, ge=1, description="The stream group that policy fixed uses, 1 to sm_group_num - 2."
@@ -159,9 +168,18 @@ def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
             f"give {groups - 2}, or one word for all"
         )
         problems.append(Inconsistency(("sm_group_num", "sharing"), text))
+    if {"policy", "itl_slo_ms"} <= values.keys():
+        problems += _target_problems(values["policy"], values["itl_slo_ms"])
     if {"policy", "fixed_group"} <= values.keys():
         problems += _fixed_group_problems(values["policy"], values["fixed_group"], groups)
     return problems
+
+
+def _target_problems(policy: str, itl_slo_ms: float | None) -> list[Inconsistency]:
+    if policy == "slo" or itl_slo_ms is None:
+        return []
+    text = f"itl_slo_ms is {itl_slo_ms:g} but policy {policy} does not use it: set policy slo, or remove it"
+    return [Inconsistency(("policy", "itl_slo_ms"), text)]
 
 
 def _fixed_group_problems(policy: str, fixed_group: int | None, groups: int | None) -> list[Inconsistency]:
@@ -198,6 +216,8 @@ def _allowed(name: str) -> str:
     field = PDMuxConfig.model_fields[name]
     if field.annotation is bool:
         return "true or false"
+    if any(hasattr(limit, "gt") for limit in field.metadata):
+        return "a number above 0"
     limits = [limit.ge for limit in field.metadata if hasattr(limit, "ge")]
     if field.annotation is float:
         most = [f", at most {limit.le}" for limit in field.metadata if hasattr(limit, "le")]

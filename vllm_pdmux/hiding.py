@@ -50,3 +50,13 @@ class Hiding:
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         return None if self._stats_muted else super().make_stats(*args, **kwargs)
+
+    @contextmanager
+    def _limited_to(self, tokens: int | None) -> Iterator[None]:
+        """Let a view schedule no more than `tokens` tokens; None: as many as stock."""
+        stock = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = stock if tokens is None else min(tokens, stock)
+        try:
+            yield
+        finally:
+            self.max_num_scheduled_tokens = stock

@@ -1,19 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the user's settings to the policy. Apart, so that policies know nothing of configuration."""
 
+from collections.abc import Callable
+
 from vllm_pdmux.config import ConfigError, PDMuxConfig
-from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule, Policy, TablePolicy
+from vllm_pdmux.policy import (
+    ALL_LAYERS,
+    DecodeAlone,
+    FixedPolicy,
+    LayerRule,
+    Policy,
+    Share,
+    SloPolicy,
+    TablePolicy,
+    Target,
+)
 
 # 4,096 tokens of an 8B model take 0.6 GiB of activations: with so many in all, the KV cache keeps 0.97 of what it has
 # without the plugin on a GPU of 141 GB.
 ACTIVATION_TOKENS = 12288
 TOKEN_STEP = 512
+LARGEST_SHARE = 0.85  # of prefill in an automatic split: 112 of 132 SMs
 
 
-def build_policy(config: PDMuxConfig, splits: int, paced_by_device: bool = False) -> Policy:
+def build_policy(
+    config: PDMuxConfig,
+    splits: int,
+    paced_by_device: bool = False,
+    alone: DecodeAlone | None = None,
+    log: Callable[[str], None] = print,
+) -> Policy:
     """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
     `sm_group_num - 2`. `paced_by_device`: the worker launches no more layers than keep the device busy, so that
     without a setting no other limit is needed. Raises ConfigError when `fixed_group` is not among them."""
+    if config.policy == "slo":
+        return SloPolicy(
+            shares(config, splits), Target(config.itl_slo_ms), alone or DecodeAlone(1.0, 0.0), paced_by_device, log
+        )
     rule = _layer_rule(config, paced_by_device)
     if config.policy == "table":
         thresholds = tuple(min_decode_batch for _, _, min_decode_batch in config.manual_divisions)
@@ -24,6 +47,17 @@ def build_policy(config: PDMuxConfig, splits: int, paced_by_device: bool = False
             f"splits: lower it or give manual_divisions"
         )
     return FixedPolicy(config.fixed_group, splits, rule)
+
+
+def shares(config: PDMuxConfig, splits: int) -> tuple[Share, ...]:
+    """What each mixed group gives the lanes, as far as the configuration says it."""
+    sharing = [config.sharing] * splits if isinstance(config.sharing, str) else config.sharing
+    if config.manual_divisions:
+        parts = [prefill_sms / (prefill_sms + decode_sms) for prefill_sms, decode_sms, _ in config.manual_divisions]
+    else:
+        # An automatic split of a device whose SMs are not known here: it goes evenly from most of them to half.
+        parts = [LARGEST_SHARE - (LARGEST_SHARE - 0.5) * group / splits for group in range(splits)]
+    return tuple(Share(kind == "disjoint", part) for kind, part in zip(sharing, parts, strict=True))
 
 
 def max_prefill_tokens(config: PDMuxConfig, has_streams: bool) -> int | None:

@@ -26,11 +26,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_pdmux.activation import require_active, settings_of
 from vllm_pdmux.hiding import Hiding
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
+from vllm_pdmux.model_size import decode_alone
 from vllm_pdmux.outputs import merge_outputs, outputs_of_ended
 from vllm_pdmux.policy import Load
 from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
 from vllm_pdmux.residency import Residency
+from vllm_pdmux.step_clock import StepClock
 from vllm_pdmux.trace import StepTrace
 
 logger = init_logger("vllm.pdmux.scheduler")
@@ -48,7 +50,10 @@ class PDMuxSchedulerMixin(Hiding):
         settings = settings_of(self.vllm_config)
         # The device may have fewer groups; the worker says so at start and runs higher numbers in its last one.
         is_gpu = self.vllm_config.device_config.device_type == "cuda"
-        self._pdmux_policy = build_policy(settings, settings.sm_group_num - 2, paced_by_device=is_gpu)
+        alone = decode_alone(self.vllm_config)
+        splits = settings.sm_group_num - 2
+        self._pdmux_policy = build_policy(settings, splits, paced_by_device=is_gpu, alone=alone, log=logger.warning)
+        self._step_clock = StepClock(self._pdmux_policy) if self._pdmux_policy.observes else None
         self._residency = Residency() if self.use_v2_model_runner else None
         self._max_prefill_tokens = max_prefill_tokens(settings, has_streams=is_gpu)
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
@@ -73,8 +78,10 @@ class PDMuxSchedulerMixin(Hiding):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """The decode lane's step, with the order for the prefill lane on it."""
         if not self._batches and not self._both_lanes_have_work(throttle_prefills):
-            output = self._localise(super().schedule(throttle_prefills), DECODE)
-            return attach_order(output, self._take_drop(PrefillOrder()))
+            return self._stock_step(throttle_prefills)
+        if not self._batches and (tokens := self._fused_tokens()):
+            with self._limited_to(tokens):
+                return self._stock_step(throttle_prefills)
         finished, self.finished_req_ids = self.finished_req_ids, set()  # for the view that goes to both runners
         preempted: set[str] = set()
         begun = None
@@ -83,17 +90,46 @@ class PDMuxSchedulerMixin(Hiding):
         self.finished_req_ids |= finished
         self.reset_preempted_req_ids |= preempted
         output = self._localise(self._schedule_decode(), DECODE)
-        return attach_order(output, self._take_drop(self._order_for(output, begun)))
+        return self._with_order(output, self._order_for(output, begun))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Both lanes' results of a step, as one set of outputs."""
         report = report_of(model_runner_output)
+        if self._step_clock is not None:
+            self._step_clock.done(scheduler_output, self._tokens_through(report))
         from_lane = {} if report is None else self._update_lane(report)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.pdmux_trace.record(scheduler_output, order_of(scheduler_output), report)
         return merge_outputs(outputs, from_lane)
+
+    def _stock_step(self, throttle_prefills: bool) -> SchedulerOutput:
+        """A step of the stock scheduler, all requests visible."""
+        return self._with_order(self._localise(super().schedule(throttle_prefills), DECODE), PrefillOrder())
+
+    def _with_order(self, output: SchedulerOutput, order: PrefillOrder) -> SchedulerOutput:
+        order = self._take_drop(order)
+        if self._step_clock is not None:
+            self._step_clock.scheduled(output, order, self.requests)
+        return attach_order(output, order)
+
+    def _fused_tokens(self) -> int:
+        """Tokens of a step in which stock vLLM prefills and decodes in one batch; 0: the lanes do it."""
+        if self._step_clock is None or (self._residency is not None and self._bound_lane()):
+            return 0
+        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        context_tokens = sum(request.num_computed_tokens for request in decoding)
+        load = Load(len(decoding), self.max_num_scheduled_tokens, self._model_layers, context_tokens)
+        tokens = self._pdmux_policy.fused_tokens(load)
+        return tokens and len(decoding) + tokens
+
+    def _tokens_through(self, report: LaneReport | None) -> float:
+        """Prompt tokens that went through all of the model's layers, or so many more through a part of them."""
+        batch = None if report is None else self._batch(report.batch_id)
+        if report is None or batch is None:
+            return 0.0
+        return batch.num_tokens * (report.end_layer - report.first_layer) / self._model_layers
 
     def _both_lanes_have_work(self, throttle_prefills: bool) -> bool:
         if self._pause_state == PauseState.PAUSED_ALL:
@@ -132,17 +168,14 @@ class PDMuxSchedulerMixin(Hiding):
         prefilling = [request for request in self.running if request.is_prefill_chunk]
         others = [request for request in self.running if not request.is_prefill_chunk]
         max_active, prev_step = self.max_num_active_reqs, self.prev_step_scheduled_req_ids
-        max_tokens = self.max_num_scheduled_tokens
         # The hidden requests keep their seats.
         self.max_num_active_reqs = max(0, max_active - len(others))
-        self.max_num_scheduled_tokens = min(max_tokens, self._max_prefill_tokens or max_tokens)
         self.prev_step_scheduled_req_ids = self._prefill_prev_step
         try:
-            with self._visible(prefilling, hidden_before=others):
+            with self._visible(prefilling, hidden_before=others), self._limited_to(self._max_prefill_tokens):
                 output = super().schedule()
         finally:
             self.max_num_active_reqs, self.prev_step_scheduled_req_ids = max_active, prev_step
-            self.max_num_scheduled_tokens = max_tokens
         if output.total_num_scheduled_tokens > 0:
             grammar = own_grammar(self.get_grammar_bitmask(output))
             requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
@@ -175,7 +208,11 @@ class PDMuxSchedulerMixin(Hiding):
         if not self._batches:
             return PrefillOrder()
         last = self._batches[-1]
-        load = Load(len(output.num_scheduled_tokens), last.num_tokens, self._model_layers)
+        decoding = output.num_scheduled_tokens
+        context_tokens = 0
+        if self._step_clock is not None:
+            context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)
+        load = Load(len(decoding), last.num_tokens, self._model_layers, context_tokens)
         decision = self._pdmux_policy.decide(load)
         if begun is None:
             return PrefillOrder(last.id, decision.layers, group=decision.group)
@@ -189,8 +226,11 @@ class PDMuxSchedulerMixin(Hiding):
 
     # --- a batch leaves the lane -----------------------------------------------------------------------------------
 
+    def _batch(self, batch_id: int) -> PrefillBatch | None:
+        return next((batch for batch in self._batches if batch.id == batch_id), None)
+
     def _update_lane(self, report: LaneReport) -> dict[int, EngineCoreOutputs]:
-        batch = next((batch for batch in self._batches if batch.id == report.batch_id), None)
+        batch = self._batch(report.batch_id)
         if batch is None:
             return {}  # dropped meanwhile
         batch.layers_launched = max(batch.layers_launched, report.end_layer)

@@ -66,6 +66,7 @@ def test_nothing_given_is_all_defaults():
         "decode_bs_divisor": 36,
         "split_forward_token_budget": None,
         "policy": "table",
+        "itl_slo_ms": None,
         "fixed_group": None,
         "layers_per_group": None,
         "max_prefill_tokens": None,
@@ -208,9 +209,9 @@ MALFORMED = {
     "object": ("!!python/object/apply:os.getcwd []", "is not YAML or JSON ("),
     "policy": (
         "policy: slow",
-        "policy is 'slow' (a string) but must be 'table' or 'fixed': change it (the default is table)",
+        "policy is 'slow' (a string) but must be 'table' or 'fixed' or 'slo': change it (the default is table)",
     ),
-    "policy number": ('policy: "8"', "must be 'table' or 'fixed': change it"),
+    "policy number": ('policy: "8"', "must be 'table' or 'fixed' or 'slo': change it"),
     "lane": ("lane: 2", "lane is 2 but must be 'threaded' or 'serial'"),
     "enabled": ("enabled: 1", "enabled is 1 but must be true or false"),
     "layers 0": ("layers_per_group: 0", "layers_per_group is 0 but must be an integer, at least 1"),
@@ -406,9 +407,7 @@ class TestPrecedence:
     def test_a_list_of_sharings_and_a_number_of_groups_from_elsewhere_are_both_named(self, write):
         path = write("sm_group_num: 4\nsharing: [capped, disjoint]")
         message = error_of({"config": path, "sm_group_num": 5})
-        assert message.startswith(
-            f"additional_config['pdmux'] with file {path}: sharing lists 2 but sm_group_num 5 "
-        )
+        assert message.startswith(f"additional_config['pdmux'] with file {path}: sharing lists 2 but sm_group_num 5 ")
 
     @pytest.mark.parametrize(
         "sharing, shown", [("[capped, disjoint]", "['capped', 'disjoint']"), ("disjoint", "disjoint")]
@@ -425,3 +424,29 @@ class TestPrecedence:
             f"sm_group_num=3 (file {path}), manual_divisions=[[66, 66, 1]] (file {path}), "
             f"split_forward_token_budget=65536 (file {path}), lane=serial (additional_config)"
         )
+
+
+class TestTarget:
+    def test_a_target_asks_for_its_policy(self, write):
+        resolved = resolve({"itl_slo_ms": 25}, {})
+        assert (resolved.config.policy, resolved.config.itl_slo_ms) == ("slo", 25)
+        assert resolved.origins["policy"] == resolved.origins["itl_slo_ms"] == "additional_config"
+        path = write("itl_slo_ms: 12.5")
+        assert resolve({"config": path}, {}).origins["policy"] == f"file {path}"
+
+    def test_the_policy_needs_no_target(self):
+        assert resolve({"policy": "slo"}, {}).config.itl_slo_ms is None
+
+    @pytest.mark.parametrize("policy", [{"policy": "table"}, {"policy": "fixed", "fixed_group": 1}])
+    def test_another_policy_that_is_named_beside_it_is_an_error(self, policy):
+        with pytest.raises(ConfigError, match=f"itl_slo_ms is 25 but policy {policy['policy']} does not use it: set "):
+            resolve({"itl_slo_ms": 25, **policy}, {})
+
+    def test_a_target_of_one_source_and_a_policy_of_another_are_both_named(self, write):
+        with pytest.raises(ConfigError, match=r"file .* with additional_config\['pdmux'\]: itl_slo_ms is 25 but"):
+            resolve({"itl_slo_ms": 25, "config": write("policy: table")}, {})
+
+    @pytest.mark.parametrize("value", [0, -1, "25", True, float("inf")])
+    def test_a_target_is_a_number_above_0(self, value):
+        with pytest.raises(ConfigError, match="itl_slo_ms is .* but must be a number above 0"):
+            resolve({"itl_slo_ms": value}, {})

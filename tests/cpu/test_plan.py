@@ -91,6 +91,13 @@ def test_a_file_by_option_or_environment(capsys, tmp_path, monkeypatch):
     assert plan_json(capsys, "--sms", "132")["groups"][2]["min_decode_batch"] == 5
 
 
+def test_a_policy_that_learns_has_no_answer_for_a_load(capsys, tmp_path):
+    path = tmp_path / "pdmux.yml"
+    path.write_text("itl_slo_ms: 25")
+    assert main(["plan", "--sms", "132", "--config", str(path), "--decode-batch", "3"]) == 2
+    assert "policy slo decides by measured steps" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "sharing, expected",
     [("disjoint", ["disjoint", "disjoint"]), ("[disjoint, capped]", ["disjoint", "capped"])],
@@ -103,7 +110,7 @@ def test_each_division_says_how_the_lanes_share(capsys, tmp_path, sharing, expec
 
 
 @pytest.mark.parametrize(
-    "policy", ["policy: fixed\nfixed_group: 3", "sm_group_num: 3\nmanual_divisions: [[66, 66, 5]]"]
+    "policy", ["policy: fixed\nfixed_group: 3", "sm_group_num: 3\nmanual_divisions: [[66, 66, 5]]", "itl_slo_ms: 25"]
 )
 def test_every_policy_has_a_table(capsys, tmp_path, policy):
     path = tmp_path / "pdmux.yml"

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from vllm_pdmux.cli import CommandError
 from vllm_pdmux.config import ConfigError, Resolved, resolve
-from vllm_pdmux.policy import Load, Policy, TablePolicy
+from vllm_pdmux.policy import Load, Policy, SloPolicy, TablePolicy
 from vllm_pdmux.policy_from_config import build_policy
 from vllm_pdmux.spatial import Group, SplitError, stream_groups
 
@@ -60,6 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _choose(policy: Policy, args: argparse.Namespace) -> tuple[int, int | None]:
     """(group, layers of the model that one step advances; None when the model's layers were not given)."""
+    if isinstance(policy, SloPolicy):
+        raise CommandError(
+            "--decode-batch: policy slo decides by measured steps, of which there are none here: leave it out"
+        )
     prefill_tokens = DEFAULT_PREFILL_TOKENS if args.prefill_tokens is None else args.prefill_tokens
     decision = policy.decide(Load(args.decode_batch, prefill_tokens, args.layers or _ANY_LAYERS))
     return decision.group, None if args.layers is None else min(decision.layers, args.layers)
@@ -101,6 +105,8 @@ def _uses(groups: Sequence[Group], policy: Policy) -> list[str]:
         uses = [f"decode batch >= {first}" for first in firsts]
         if min(firsts) > 1:
             uses[0] += ", or below every threshold"
+    elif isinstance(policy, SloPolicy):
+        uses = ["as measured steps allow"] * (len(groups) - 2)
     else:
         always = policy.decide(Load(1, 1, _ANY_LAYERS)).group
         uses = ["both lanes busy" if group.index == always else "never" for group in groups[1:-1]]

@@ -1,9 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies: which stream group the two lanes use next, and how many layers the prefill lane advances."""
 
+from vllm_pdmux.policy.estimates import DecodeAlone, Share
 from vllm_pdmux.policy.fixed import FixedPolicy
 from vllm_pdmux.policy.layers import LayerRule
+from vllm_pdmux.policy.slo import SloPolicy, Target
 from vllm_pdmux.policy.table import TablePolicy
-from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Load, Policy
+from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Policy
 
-__all__ = ["ALL_LAYERS", "Decision", "FixedPolicy", "LayerRule", "Load", "Policy", "TablePolicy"]
+__all__ = [
+    "ALL_LAYERS",
+    "Decision",
+    "DecodeAlone",
+    "FixedPolicy",
+    "Kind",
+    "LayerRule",
+    "Load",
+    "Observation",
+    "Policy",
+    "Share",
+    "SloPolicy",
+    "TablePolicy",
+    "Target",
+]

@@ -4,11 +4,11 @@
 from dataclasses import dataclass
 
 from vllm_pdmux.policy.layers import LayerRule
-from vllm_pdmux.policy.types import Decision, Load, decide_alone
+from vllm_pdmux.policy.types import Decision, Load, Unlearning, decide_alone
 
 
 @dataclass(frozen=True)
-class FixedPolicy:
+class FixedPolicy(Unlearning):
     """Always `group`, one of 1..`splits`, while both lanes have work."""
 
     group: int

@@ -4,11 +4,11 @@
 from dataclasses import dataclass
 
 from vllm_pdmux.policy.layers import LayerRule
-from vllm_pdmux.policy.types import Decision, Load, decide_alone
+from vllm_pdmux.policy.types import Decision, Load, Unlearning, decide_alone
 
 
 @dataclass(frozen=True)
-class TablePolicy:
+class TablePolicy(Unlearning):
     """Chooses among the mixed groups 1..`splits` by the number of requests decoding.
 
     `thresholds[i]` is the smallest decode batch for group `i + 1`. The largest threshold that is met wins, wherever its

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy is asked, and what it answers."""
+"""What a policy is asked, what it answers, and what it is told of the steps that have run."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 # More layers than any model has: "the rest of this prefill". A number, so that it can be compared and sent as it is.
@@ -15,6 +16,7 @@ class Load:
     decode_batch: int  # requests decoding
     prefill_tokens: int  # new tokens in the prefill batch, 0 when there is none
     model_layers: int
+    context_tokens: int = 0  # of all decoding requests together
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,52 @@ class Decision:
     layers: int  # to advance the prefill by; more than are left means all that are
 
 
+class Kind(Enum):
+    """What a step was."""
+
+    DECODE = "decode"  # nothing to prefill
+    PREFILL = "prefill"  # nothing decoding
+    FUSED = "fused"  # both in one batch
+    BESIDE = "beside"  # both, each in its lane
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A step that has run."""
+
+    kind: Kind
+    step_ms: float
+    decode_batch: int = 0
+    context_tokens: int = 0  # of all decoding requests together
+    prefill_tokens: float = 0  # new tokens that went through the model; of a part of its layers, so much of them
+    group: int = 0  # of a BESIDE step
+
+
 class Policy(Protocol):
-    """Decides from the load alone, so that the same load gives the same decision on every rank and in every run."""
+    """Decides how the lanes share the device. One object serves one scheduler; its decisions travel to all ranks."""
+
+    observes: bool  # whether `observe` wants to be called
 
     def decide(self, load: Load) -> Decision: ...
+
+    def fused_tokens(self, load: Load) -> int:
+        """New prompt tokens for a step that decodes and prefills in one batch, stock vLLM's way; 0: use the lanes."""
+
+    def observe(self, step: Observation) -> None:
+        """Learn from a step that has run."""
+
+
+class Unlearning:
+    """A policy that decides by the load alone and never fuses."""
+
+    observes = False
+
+    def fused_tokens(self, load: Load) -> int:
+        """Never."""
+        return 0
+
+    def observe(self, step: Observation) -> None:
+        """Nothing to learn."""
 
 
 def decide_alone(load: Load, splits: int) -> Decision | None:

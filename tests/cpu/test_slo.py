@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slo policy, on simulated devices that are not what it believes at first."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pdmux.policy import ALL_LAYERS, DecodeAlone, Kind, Load, Observation, Share, SloPolicy, Target
+
+CAPPED = [Share(False, sms / 132) for sms in (112, 100, 84, 68, 52)]
+DISJOINT = [Share(True, sms / 132) for sms in (100, 84, 68)]
+WEIGHTS, KV = 16e9, 131072
+
+
+def policy(shares, itl_ms=None, paced_by_device=True, log=None):
+    said = [] if log is None else log
+    return SloPolicy(shares, Target(itl_ms), DecodeAlone(WEIGHTS, KV), paced_by_device, said.append)
+
+
+def load(decode_batch=32, context_tokens=65536, prefill_tokens=4096):
+    return Load(decode_batch, prefill_tokens, 32, context_tokens)
+
+
+class Device:
+    """What is true: decode alone, and for each group the slowdown and tokens per ms; with noise."""
+
+    FULL_RATE = 38.0
+
+    def __init__(self, shares, seed=0, error=0.0, noise=0.05):
+        self._random = random.Random(seed)
+        self._noise = noise
+        draw = lambda: 1 + self._random.uniform(-error, error)  # noqa: E731
+        self.slowdowns = [draw() * self._slowdown(share) for share in shares]
+        self.rates = [
+            draw() * self.FULL_RATE * share.prefill_share * (0.86 if share.is_disjoint else 0.65) for share in shares
+        ]
+
+    @staticmethod
+    def _slowdown(share):
+        if share.is_disjoint:
+            return 0.95 * (1 - share.prefill_share) ** -0.75
+        return max(1.1, 1.41 + 1.81 * (share.prefill_share - 0.515))
+
+    def alone_ms(self, load):
+        return 1.4 + 0.0127 * load.decode_batch + 0.219e-9 * (16e9 + KV * load.context_tokens)
+
+    def step(self, policy, load):
+        """One step with both lanes busy; (what was decided, its ms)."""
+        fused = policy.fused_tokens(load)
+        alone_ms = self.alone_ms(load)
+        noise = 1 + abs(self._random.gauss(0, self._noise))
+        if fused:
+            ms = noise * max(1.5 * alone_ms, alone_ms + fused / self.FULL_RATE)
+            policy.observe(self._seen(Kind.FUSED, ms, load, fused))
+            return "fused", ms
+        group = policy.decide(load).group
+        ms = noise * alone_ms * self.slowdowns[group - 1]
+        policy.observe(self._seen(Kind.BESIDE, ms, load, self.rates[group - 1] * ms, group))
+        return group, ms
+
+    def warm_up(self, policy, load, prefill=True):
+        for _ in range(30):
+            policy.observe(self._seen(Kind.DECODE, self.alone_ms(load), load, 0))
+            if prefill:
+                policy.observe(Observation(Kind.PREFILL, 4096 / self.FULL_RATE, prefill_tokens=4096))
+
+    def _seen(self, kind, ms, load, tokens, group=0):
+        return Observation(kind, ms, load.decode_batch, load.context_tokens, tokens, group)
+
+    def best(self, load, target_ms):
+        """The rate of the best group in hindsight: of those whose slow steps, with this noise, meet the target."""
+        slow = self.alone_ms(load) * (1 + 3 * self._noise)
+        return max((rate for s, rate in zip(self.slowdowns, self.rates) if s * slow <= target_ms), default=None)
+
+
+def serve(policy, device, load, steps):
+    return [device.step(policy, load) for _ in range(steps)]
+
+
+loads = st.builds(Load, st.integers(0, 512), st.integers(0, 16384), st.integers(1, 128), st.integers(0, 2_000_000))
+observations = st.builds(
+    Observation,
+    kind=st.sampled_from(Kind),
+    step_ms=st.floats(-10, 1e5),
+    decode_batch=st.integers(1, 512),
+    context_tokens=st.integers(0, 2_000_000),
+    prefill_tokens=st.floats(0, 16384),
+    group=st.integers(1, 5),
+)
+
+
+@given(st.lists(observations, max_size=30), st.lists(loads, min_size=1, max_size=5), st.floats(0.1, 1e4), st.booleans())
+def test_whatever_was_observed_every_decision_is_legal(seen, asked, itl_ms, paced_by_device):
+    slo = policy(CAPPED, itl_ms, paced_by_device)
+    for observation in seen:
+        slo.observe(observation)
+    for one in asked:
+        decision = slo.decide(one)
+        assert 0 <= slo.fused_tokens(one)
+        if one.decode_batch == 0:
+            assert decision.group == 0
+        elif one.prefill_tokens == 0:
+            assert decision.group == len(CAPPED) + 1
+        else:
+            assert 1 <= decision.group <= len(CAPPED) and 1 <= decision.layers <= ALL_LAYERS
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(5, 60), min_size=2, max_size=8), st.sampled_from([CAPPED, DISJOINT]))
+def test_a_tighter_target_never_gives_decode_fewer_sms(targets, shares):
+    chosen = []
+    for itl_ms in sorted(targets):
+        slo = policy(shares, itl_ms)
+        Device(shares).warm_up(slo, load())
+        chosen.append(shares[slo.decide(load()).group - 1].prefill_share)
+    assert chosen == sorted(chosen)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 256), min_size=2, max_size=8), st.floats(8, 40), st.sampled_from([CAPPED, DISJOINT]))
+def test_a_larger_decode_batch_never_gives_decode_fewer_sms(batches, itl_ms, shares):
+    chosen = []
+    for batch in sorted(batches):
+        slo = policy(shares, itl_ms)
+        Device(shares).warm_up(slo, load())
+        chosen.append(shares[slo.decide(load(batch, batch * 2048)).group - 1].prefill_share)
+    assert chosen == sorted(chosen, reverse=True)
+
+
+@pytest.mark.parametrize("shares", [CAPPED, DISJOINT, [*CAPPED, *DISJOINT]], ids=["capped", "disjoint", "both"])
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("times_alone", [1.5, 1.8, 2.2])
+def test_it_finds_the_best_group_of_a_device_that_is_not_as_expected(shares, seed, times_alone):
+    device = Device(shares, seed, error=0.15)
+    target_ms = times_alone * device.alone_ms(load())
+    slo = policy(shares, target_ms)
+    device.warm_up(slo, load(), prefill=False)  # without it there is no fused step
+    serve(slo, device, load(), 1000)
+    steps = serve(slo, device, load(), 900)
+    best = device.best(load(), target_ms)
+    if best is None:
+        return
+    reached = sum(device.rates[group - 1] * ms for group, ms in steps) / sum(ms for _, ms in steps)
+    assert reached >= 0.93 * best
+    assert sum(ms > target_ms for _, ms in steps) <= 0.06 * len(steps)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_under_a_constant_load_it_does_not_swing(seed):
+    shares = [*CAPPED, *DISJOINT]
+    device = Device(shares, seed, error=0.2)
+    slo = policy(shares, 1.7 * device.alone_ms(load()))
+    device.warm_up(slo, load(), prefill=False)
+    serve(slo, device, load(), 1000)
+    chosen = [group for group, _ in serve(slo, device, load(), 900)]
+    assert sum(before != after for before, after in pairwise(chosen)) <= 30
+
+
+@pytest.mark.parametrize(("times_alone", "fused"), [(1.4, False), (1.7, False), (5.0, True), (8.0, True)])
+def test_a_loose_target_is_served_by_fused_steps_and_a_tight_one_by_the_lanes(times_alone, fused):
+    shares = [*CAPPED, *DISJOINT]
+    device = Device(shares)
+    target_ms = times_alone * device.alone_ms(load())
+    slo = policy(shares, target_ms)
+    device.warm_up(slo, load())
+    serve(slo, device, load(), 100)
+    steps = serve(slo, device, load(), 400)
+    assert (sum(what == "fused" for what, _ in steps) > 350) == fused
+    assert sum(ms > target_ms for _, ms in steps) <= 0.06 * len(steps)
+
+
+def test_before_anything_is_known_decode_has_the_most():
+    slo = policy(CAPPED, 1000.0)
+    assert slo.decide(load()).group == len(CAPPED)
+
+
+def test_without_a_target_it_is_one_and_a_half_times_decode_alone():
+    device = Device(CAPPED)
+    free, bound = policy(CAPPED), policy(CAPPED, 1.5 * device.alone_ms(load()))
+    for slo in (free, bound):
+        device.warm_up(slo, load())
+    assert free.decide(load()) == bound.decide(load())
+
+
+def test_a_target_that_cannot_be_met_is_served_as_near_as_possible_and_said_once():
+    said = []
+    device = Device(CAPPED)
+    slo = policy(CAPPED, 5.0, log=said)
+    device.warm_up(slo, load())
+    steps = serve(slo, device, load(), 50)
+    assert {group for group, _ in steps} == {len(CAPPED)}
+    assert slo.infeasible_decisions == 50 and slo.missed_steps == 50
+    assert len(said) == 1 and said[0].startswith("itl_slo_ms is 5.0 but the best that is expected beside prefill is ")
+
+
+def test_one_outlier_does_not_change_the_group():
+    device = Device(CAPPED)
+    target_ms = 1.9 * device.alone_ms(load())
+    slo = policy(CAPPED, target_ms)
+    device.warm_up(slo, load())
+    serve(slo, device, load(), 200)
+    before = slo.decide(load()).group
+    for kind in (Kind.DECODE, Kind.BESIDE):
+        slo.observe(Observation(kind, 5000.0, 32, 65536, 10.0, before))
+    assert slo.decide(load()).group == before
+
+
+def test_it_follows_a_device_that_becomes_slower():
+    device = Device(CAPPED)
+    target_ms = 1.9 * device.alone_ms(load())
+    slo = policy(CAPPED, target_ms)
+    device.warm_up(slo, load())
+    serve(slo, device, load(), 300)
+    device.slowdowns = [1.25 * slowdown for slowdown in device.slowdowns]
+    serve(slo, device, load(), 300)
+    steps = serve(slo, device, load(), 300)
+    assert sum(ms > target_ms for _, ms in steps) <= 0.1 * len(steps)
+
+
+class TestWithoutPartitions:
+    """A CPU: decode and layers take turns, so that what is left of the target goes to layers."""
+
+    RATE = 0.7  # tokens per ms
+
+    def serve(self, itl_ms, alone_ms=30.0, tokens=1024, layers=30, steps=200):
+        slo = policy(CAPPED, itl_ms, paced_by_device=False)
+        asked = Load(4, tokens, layers, 400)
+        slo.observe(Observation(Kind.DECODE, alone_ms, 4, 400))
+        taken = []
+        for _ in range(steps):
+            run = min(slo.decide(asked).layers, layers)
+            ms = alone_ms + tokens * run / layers / self.RATE
+            slo.observe(Observation(Kind.BESIDE, ms, 4, 400, tokens * run / layers, 1))
+            taken.append((run, ms))
+        return taken[50:]
+
+    @pytest.mark.parametrize("itl_ms", [100, 200, 400])
+    def test_as_many_layers_as_the_target_allows(self, itl_ms):
+        layer_ms = 1024 / 30 / self.RATE
+        for run, ms in self.serve(itl_ms):
+            assert ms <= itl_ms
+            assert run >= (itl_ms / 1.3 - 30.0) // layer_ms
+
+    def test_prefill_goes_on_when_the_target_is_below_decode_alone(self):
+        assert {run for run, _ in self.serve(10)} == {1}
+
+
+def test_a_learned_policy_never_fuses_without_partitions():
+    slo = policy(CAPPED, 1000.0, paced_by_device=False)
+    Device(CAPPED).warm_up(slo, load())
+    assert slo.fused_tokens(load()) == 0

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slo policy in a real engine: it is told of every step, decides, and changes no token."""
+
+import pytest
+import tiny_model
+from driver import Arrival, prompt
+from tokens import assert_same
+from vllm import SamplingParams
+
+from vllm_pdmux.policy import Kind, SloPolicy
+from vllm_pdmux.policy.layers import LayerRule
+from vllm_pdmux.policy.table import TablePolicy
+from vllm_pdmux.step_clock import StepClock
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def arrivals():
+    chats = [Arrival(f"chat{i}", prompt(20 + 7 * i, i), GREEDY) for i in range(3)]
+    return [*chats, *(Arrival(f"long{i}", prompt(150 + 30 * i, 100 + i), GREEDY, 8 + 9 * i) for i in range(3))]
+
+
+@pytest.fixture(scope="module")
+def slo_engine(start_engine, tiny_model_path):
+    return start_engine(tiny_model_path, pdmux={"itl_slo_ms": 1000.0})
+
+
+@pytest.fixture
+def slo(slo_engine):
+    """The engine with a policy that has seen nothing."""
+    slo_engine.settle()
+    assert slo_engine.scheduler.reset_prefix_cache()
+    slo_engine.scheduler.pdmux_trace.clear()
+    yield slo_engine
+    slo_engine.assert_nothing_left()
+
+
+class Spy:
+    """A policy that notes what it is told."""
+
+    observes = True
+
+    def __init__(self, layers=2, fused=0):
+        self._table = TablePolicy((), 6, 36, LayerRule(layers_per_group=layers))
+        self._fused = fused
+        self.seen, self.loads = [], []
+
+    def decide(self, load):
+        self.loads.append(load)
+        return self._table.decide(load)
+
+    def fused_tokens(self, load):
+        self.loads.append(load)
+        return self._fused
+
+    def observe(self, step):
+        self.seen.append(step)
+
+
+def use(driver, policy):
+    scheduler = driver.scheduler
+    scheduler._pdmux_policy, scheduler._step_clock = policy, StepClock(policy)
+    return policy
+
+
+def test_a_target_makes_the_policy_and_tokens_are_stocks(slo, stock):
+    policy = slo.scheduler._pdmux_policy
+    assert isinstance(policy, SloPolicy)
+    assert_same(slo.run(arrivals()), stock.run(arrivals()))
+    assert policy._alone.is_known and policy._full_rate.value
+    assert sum(step.batch_ended for step in slo.scheduler.pdmux_trace.steps) >= 3
+
+
+def test_a_target_that_cannot_be_met_changes_no_token_and_starves_no_prompt(slo, stock):
+    use(slo, SloPolicy(slo.scheduler._pdmux_policy._shares, Impossible(), Known(), False, print))
+    assert_same(slo.run(arrivals()), stock.run(arrivals()))
+    steps = [step for step in slo.scheduler.pdmux_trace.steps if step.end_layer > step.first_layer]
+    assert {step.end_layer - step.first_layer for step in steps} == {1}  # one layer a step, and every step one
+
+
+class Impossible:
+    def of(self, alone_ms):
+        return alone_ms / 2
+
+
+class Known:
+    """Decode steps of which all is known."""
+
+    is_known = True
+
+    def ms(self, decode_batch, context_tokens):
+        return 10.0
+
+    def add(self, *args):
+        pass
+
+
+def test_every_step_is_told_for_what_it_was(slo):
+    spy = use(slo, Spy())
+    slo.run(arrivals())
+    kinds = {kind: [step for step in spy.seen if step.kind is kind] for kind in Kind}
+    assert kinds[Kind.DECODE] and kinds[Kind.PREFILL] and kinds[Kind.BESIDE] and not kinds[Kind.FUSED]
+    assert all(step.step_ms > 0 for step in spy.seen)
+    assert all(step.decode_batch and step.context_tokens >= 20 * step.decode_batch for step in kinds[Kind.DECODE])
+    assert sum(step.prefill_tokens for step in kinds[Kind.BESIDE]) == pytest.approx(150 + 180 + 210)
+    assert {step.group for step in kinds[Kind.BESIDE]} == {1}
+    assert sum(step.prefill_tokens for step in kinds[Kind.PREFILL]) == 20 + 27 + 34
+
+
+def test_the_load_has_the_context_of_the_decoding_requests(slo):
+    spy = use(slo, Spy())
+    slo.run([Arrival("chat", prompt(50, 1), GREEDY), Arrival("long", prompt(200, 2), GREEDY, 10)])
+    contexts = [load.context_tokens for load in spy.loads if load.decode_batch == 1]
+    assert contexts and all(50 < tokens < 50 + 40 + 2 for tokens in contexts)
+    assert contexts == sorted(contexts)
+
+
+@pytest.mark.parametrize("tokens", [16, 100, 10_000])
+def test_fused_steps_are_stocks_own_with_so_many_tokens(slo, stock, tokens):
+    spy = use(slo, Spy(fused=tokens))
+    assert_same(slo.run(arrivals()), stock.run(arrivals()))
+    fused = [step for step in spy.seen if step.kind is Kind.FUSED]
+    assert fused and max(step.prefill_tokens for step in fused) <= tokens
+    assert not [step for step in spy.seen if step.kind is Kind.BESIDE]
+
+
+class TestClock:
+    """A step takes from when it was scheduled, or from when the one before came back if that was later."""
+
+    def test_steps_that_queue_up_take_what_lies_between_their_outputs(self):
+        spy, clock = Spy(), Hand()
+        steps = StepClock(spy, clock)
+        outputs = [scheduled(steps, clock, at) for at in (1.0, 1.1)]
+        for output, at in zip(outputs, (1.5, 1.8)):
+            clock.now = at
+            steps.done(output, 0.0)
+        assert [step.step_ms for step in spy.seen] == pytest.approx([500, 300])
+
+    def test_time_with_nothing_to_do_is_nobodys(self):
+        spy, clock = Spy(), Hand()
+        steps = StepClock(spy, clock)
+        for at in (1.0, 100.0):
+            output = scheduled(steps, clock, at)
+            clock.now += 0.02
+            steps.done(output, 0.0)
+        assert [step.step_ms for step in spy.seen] == pytest.approx([20, 20])
+
+    def test_a_step_that_was_not_seen_when_it_was_scheduled_is_not_told(self):
+        spy, clock = Spy(), Hand()
+        StepClock(spy, clock).done(Output({}), 0.0)
+        assert spy.seen == []
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Output:
+    def __init__(self, num_scheduled_tokens):
+        self.num_scheduled_tokens = num_scheduled_tokens
+
+
+def scheduled(steps, clock, at):
+    from types import SimpleNamespace
+
+    from vllm_pdmux.messages import PrefillOrder
+
+    clock.now = at
+    output = Output({"one": 1})
+    steps.scheduled(output, PrefillOrder(), {"one": SimpleNamespace(num_computed_tokens=5)})
+    return output
+
+
+def test_the_size_of_a_model_is_near_what_it_is(slo):
+    from vllm_pdmux.model_size import decode_alone
+
+    made = decode_alone(slo.llm.llm_engine.vllm_config)
+    kv = 2 * 2 * tiny_model.LAYERS * tiny_model.KV_HEADS * (tiny_model.HIDDEN // tiny_model.HEADS)
+    assert made._per_token == kv

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slo policy: as much prefill as the target for ITL allows.
+
+Every step that has run corrects what the policy believes (`estimates`). A step's ITL in a group is expected to be what
+it takes alone, times the group's slowdown, times a tail factor: the target is for the slow steps, not for the median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_pdmux.policy.estimates import Average, Belief, Beside, DecodeAlone, Rate, Share
+from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, decide_alone
+
+DEFAULT_TARGET = 1.5  # times a decode step alone, when no target is given
+# A group is left for a better one only when that is expected to prefill so much faster.
+WORTH_A_SWITCH = 1.05
+# A new group stays for so many decisions, and the first of its steps, which may have had layers of the old one beside
+# them, say nothing of it.
+STAY, UNSETTLED = 6, 2
+# The share of steps that may be slower than the target, and the bounds of the factor that is learned for it.
+TAIL_SHARE = 0.02
+TAIL_LIMITS = (1.02, 2.0)
+FIRST_TAIL = 1.15
+TAIL_STEP = 0.01
+# A fused step takes about what decode takes alone, and the time of its prompt tokens on the whole device, but never
+# less than a floor; H200, 8B, four loads: 0.75 to 1.08 times, and 1.4 to 1.6 times decode alone.
+FUSED_FLOOR = 1.5
+SMALLEST_FUSED_TOKENS = 128
+FUSED_ERROR_LIMITS = (0.3, 3.0)
+SHORTEST_STEP_MS = 0.01
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the user asks for. `itl_ms` None: DEFAULT_TARGET times decode alone."""
+
+    itl_ms: float | None = None
+
+    def of(self, alone_ms: float) -> float:
+        """The target of a load whose decode step takes `alone_ms` alone."""
+        return self.itl_ms if self.itl_ms is not None else alone_ms * DEFAULT_TARGET
+
+
+class SloPolicy:
+    """Chooses among mixed groups 1..n, one for each of `shares`, and between them and a fused step.
+
+    `paced_by_device`: the worker launches no more layers than keep the device busy (a GPU). Else the policy gives so
+    many layers that the step ends in time. `log` is told, once, of a target that no group can meet.
+    """
+
+    observes = True
+
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        target: Target,
+        alone: DecodeAlone,
+        paced_by_device: bool,
+        log: Callable[[str], None],
+    ):
+        self._shares, self._target, self._alone = tuple(shares), target, alone
+        self._paced_by_device = paced_by_device
+        self._log = log
+        self._beside = Beside(self._shares)
+        self._full_rate = Rate()  # of prefill on the whole device
+        self._fused_error = Average(1.0, weight=5)  # measured over expected time of fused steps
+        self._tail = FIRST_TAIL
+        self._group: int | None = None  # of the last step with both lanes busy
+        self._stay = 0  # decisions for which the group stays
+        self._unsettled = 0  # steps of a new group that are still to come in which the old one may have run
+        self.missed_steps = 0  # steps beside prefill that took longer than the target
+        self.infeasible_decisions = 0  # decisions for which no group was expected to meet the target
+
+    # --- deciding --------------------------------------------------------------------------------------------------
+
+    def decide(self, load: Load) -> Decision:
+        """The group with the most prefill that is expected to meet the target; else the one that comes nearest."""
+        if alone := decide_alone(load, len(self._shares)):
+            return alone
+        alone_ms = self._alone.ms(load.decode_batch, load.context_tokens)
+        group, belief = self._choose(alone_ms)
+        expected_ms, target_ms = alone_ms * belief.slowdown * belief.hope * self._tail, self._target.of(alone_ms)
+        if self._paced_by_device and expected_ms > target_ms:
+            self._count_infeasible(expected_ms, target_ms)
+        return Decision(self._switch_to(group), self._layers(load, alone_ms))
+
+    def fused_tokens(self, load: Load) -> int:
+        """Prompt tokens of a fused step that meets the target, where that prefills faster than the best group."""
+        alone_ms = self._alone.ms(load.decode_batch, load.context_tokens)
+        full_rate = self._full_rate.value
+        if not self._paced_by_device or full_rate is None or not alone_ms or not load.decode_batch:
+            return 0
+        target_ms = self._target.of(alone_ms) / self._tail
+        tokens = int((target_ms / self._fused_error.value - alone_ms) * full_rate)
+        if tokens < SMALLEST_FUSED_TOKENS or target_ms < FUSED_FLOOR * alone_ms:
+            return 0
+        best = self._choose(alone_ms)[1].rate if self._beside.knows_a_rate else full_rate
+        return tokens if tokens / target_ms > WORTH_A_SWITCH * best else 0
+
+    def _choose(self, alone_ms: float) -> tuple[int, Belief]:
+        """The group, and what is believed of it."""
+        beliefs = self._beside.beliefs()
+        safest = min(range(len(beliefs)), key=lambda place: beliefs[place].slowdown)
+        if not self._alone.is_known:
+            return safest + 1, beliefs[safest]
+        allowed = self._target.of(alone_ms) / self._tail / alone_ms
+        rates = [one.rate / one.hope if one.slowdown * one.hope <= allowed else 0.0 for one in beliefs]
+        best = max(range(len(beliefs)), key=lambda place: (rates[place], -beliefs[place].slowdown))
+        if not rates[best]:
+            best = safest
+        elif self._group is not None and 0.0 < rates[best] < WORTH_A_SWITCH * rates[self._group - 1]:
+            best = self._group - 1
+        return best + 1, beliefs[best]
+
+    def _switch_to(self, group: int) -> int:
+        """The group of this step: `group`, unless another one was begun a moment ago."""
+        if self._group is not None and self._stay > 0:
+            self._stay -= 1
+        elif group != self._group:
+            self._group, self._stay, self._unsettled = group, STAY, UNSETTLED
+        return self._group or group
+
+    def _layers(self, load: Load, alone_ms: float) -> int:
+        """On a GPU all; else those whose time fits between a decode step alone and the target, one at least."""
+        if self._paced_by_device:
+            return ALL_LAYERS
+        rate = self._full_rate.value
+        if rate is None or not self._alone.is_known:
+            return max(1, load.model_layers // 8)
+        spare_ms = self._target.of(alone_ms) / self._tail - alone_ms
+        layer_ms = load.prefill_tokens / rate / load.model_layers
+        return max(1, int(spare_ms / layer_ms))
+
+    # --- learning --------------------------------------------------------------------------------------------------
+
+    def observe(self, step: Observation) -> None:
+        """Correct what is believed of steps of this kind."""
+        if step.step_ms < SHORTEST_STEP_MS:
+            return  # a clock that went backwards
+        if step.kind is Kind.DECODE:
+            self._alone.add(step.decode_batch, step.context_tokens, step.step_ms)
+        elif step.kind is Kind.PREFILL:
+            self._full_rate.add(step.prefill_tokens, step.step_ms)
+        elif self._alone.is_known:
+            alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
+            if step.kind is Kind.FUSED:
+                self._learn_fused(step, alone_ms)
+            else:
+                self._learn_beside(step, alone_ms)
+
+    def _learn_beside(self, step: Observation, alone_ms: float) -> None:
+        self.missed_steps += step.step_ms > self._target.of(alone_ms)
+        if self._paced_by_device and (step.group != self._group or self._unsettled > 0):
+            self._unsettled -= step.group == self._group
+            return  # layers of the group before are still queued
+        if self._paced_by_device:
+            expected_ms = alone_ms * self._beside.slowdown(step.group)
+            self._beside.add_decode(step.group, step.step_ms / alone_ms)
+            self._beside.add_prefill(step.group, step.prefill_tokens, step.step_ms)
+        elif step.prefill_tokens and step.step_ms > alone_ms:
+            # One after the other: what is not decode is prefill.
+            rate = self._full_rate.value
+            expected_ms = alone_ms if rate is None else alone_ms + step.prefill_tokens / rate
+            self._full_rate.add(step.prefill_tokens, step.step_ms - alone_ms)
+        else:
+            return
+        slow = step.step_ms > expected_ms * self._tail
+        moved = self._tail + TAIL_STEP * ((1 - TAIL_SHARE) if slow else -TAIL_SHARE)
+        self._tail = min(max(moved, TAIL_LIMITS[0]), TAIL_LIMITS[1])
+
+    def _learn_fused(self, step: Observation, alone_ms: float) -> None:
+        rate = self._full_rate.value
+        if rate is None:
+            return
+        expected_ms = max(FUSED_FLOOR * alone_ms, alone_ms + step.prefill_tokens / rate)
+        low, high = FUSED_ERROR_LIMITS
+        self._fused_error.add(min(max(step.step_ms / expected_ms, low), high))
+
+    def _count_infeasible(self, best_ms: float, target_ms: float) -> None:
+        if self.infeasible_decisions == 0:
+            self._log(
+                f"itl_slo_ms is {target_ms:.1f} but the best that is expected beside prefill is {best_ms:.1f} ms: "
+                "serving as near to it as possible; raise it, or give a division with fewer SMs for prefill"
+            )
+        self.infeasible_decisions += 1

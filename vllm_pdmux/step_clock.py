@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures engine steps for a policy that learns from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_pdmux.messages import PrefillOrder
+from vllm_pdmux.policy import Kind, Observation, Policy
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+_STEP = "pdmux_step"
+
+
+@dataclass(frozen=True)
+class _Scheduled:
+    """What a step was when it was scheduled."""
+
+    at_s: float
+    kind: Kind
+    decode_batch: int
+    context_tokens: int
+    prefill_tokens: int
+    group: int
+
+
+class StepClock:
+    """Tells `policy` of each step when its output has come back.
+
+    A step takes from when it was scheduled, or from when the step before it came back if that was later: under
+    asynchronous scheduling steps queue up, and with nothing to do there is time between them.
+    """
+
+    def __init__(self, policy: Policy, clock_s: Callable[[], float] = time.perf_counter):
+        self._policy = policy
+        self._clock_s = clock_s
+        self._last_s = clock_s()
+
+    def scheduled(self, output: SchedulerOutput, order: PrefillOrder, requests: Mapping[str, Request]) -> None:
+        """Note the step `output` as it is scheduled."""
+        decode_batch = prefill_tokens = context_tokens = 0
+        for req_id, tokens in output.num_scheduled_tokens.items():
+            if tokens == 1:
+                decode_batch += 1
+                context_tokens += requests[req_id].num_computed_tokens
+            else:
+                prefill_tokens += tokens
+        if order.batch_id is not None:
+            kind = Kind.BESIDE if decode_batch else None
+        else:
+            kind = {(True, True): Kind.FUSED, (True, False): Kind.DECODE, (False, True): Kind.PREFILL}.get(
+                (decode_batch > 0, prefill_tokens > 0)
+            )
+        if kind is not None:
+            step = _Scheduled(self._clock_s(), kind, decode_batch, context_tokens, prefill_tokens, order.group)
+            setattr(output, _STEP, step)
+
+    def done(self, output: SchedulerOutput, beside_tokens: float) -> None:
+        """The step `output` has come back; `beside_tokens`: prompt tokens that went through the lane meanwhile."""
+        now_s, last_s = self._clock_s(), self._last_s
+        self._last_s = now_s
+        step: _Scheduled | None = getattr(output, _STEP, None)
+        if step is None:
+            return
+        self._policy.observe(
+            Observation(
+                kind=step.kind,
+                step_ms=(now_s - max(step.at_s, last_s)) * 1e3,
+                decode_batch=step.decode_batch,
+                context_tokens=step.context_tokens,
+                prefill_tokens=beside_tokens if step.kind is Kind.BESIDE else step.prefill_tokens,
+                group=step.group,
+            )
+        )
