@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step of a model reads from memory, from its config alone and roughly: only the ratio matters."""
+"""What a model reads and computes for a token, from its config alone and roughly: only ratios matter."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_pdmux.policy import DecodeAlone
+from vllm_pdmux.policy import DecodeAlone, PromptWork
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,13 +14,25 @@ if TYPE_CHECKING:
 def decode_alone(vllm_config: VllmConfig) -> DecodeAlone:
     """A model of decode steps whose scale is to be learned."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    kv = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    return DecodeAlone(weight_bytes=2.0 * _parameters(vllm_config), kv_bytes_per_token=2.0 * 2 * kv)
+
+
+def prompt_work(vllm_config: VllmConfig) -> PromptWork:
+    """How the cost of a prompt's tokens grows: 2 operations for each weight, 4 for each pair and size of the heads."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    pair = 4 * model.get_num_layers(parallel) * model.get_num_attention_heads(parallel) * model.get_head_size()
+    return PromptWork(2.0 * _parameters(vllm_config) / pair)
+
+
+def _parameters(vllm_config: VllmConfig) -> int:
+    """Weights that a token goes through."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text = model.hf_text_config
-    layers, head = model.get_num_layers(parallel), model.get_head_size()
+    layers, head, hidden = model.get_num_layers(parallel), model.get_head_size(), model.get_hidden_size()
     kv_heads, heads = model.get_num_kv_heads(parallel), model.get_num_attention_heads(parallel)
-    hidden = model.get_hidden_size()
-    # A mixture of experts reads the experts that are chosen; at larger batches more, which is learned.
+    # Of a mixture of experts those that are chosen for it; a larger batch reads more, which is learned.
     experts = getattr(text, "num_experts_per_tok", None) or 1
     width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * hidden)
     attention = hidden * head * 2 * (heads + kv_heads)
-    parameters = layers * (attention + 3 * hidden * width * experts) + hidden * model.get_vocab_size()
-    return DecodeAlone(weight_bytes=2.0 * parameters, kv_bytes_per_token=2.0 * 2 * layers * kv_heads * head)
+    return layers * (attention + 3 * hidden * width * experts) + hidden * model.get_vocab_size()

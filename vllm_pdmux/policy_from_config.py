@@ -10,6 +10,7 @@ from vllm_pdmux.policy import (
     FixedPolicy,
     LayerRule,
     Policy,
+    PromptWork,
     Share,
     SloPolicy,
     TablePolicy,
@@ -28,6 +29,7 @@ def build_policy(
     splits: int,
     paced_by_device: bool = False,
     alone: DecodeAlone | None = None,
+    work: PromptWork = PromptWork(),
     log: Callable[[str], None] = print,
 ) -> Policy:
     """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
@@ -35,7 +37,12 @@ def build_policy(
     without a setting no other limit is needed. Raises ConfigError when `fixed_group` is not among them."""
     if config.policy == "slo":
         return SloPolicy(
-            shares(config, splits), Target(config.itl_slo_ms), alone or DecodeAlone(1.0, 0.0), paced_by_device, log
+            shares(config, splits),
+            Target(config.itl_slo_ms),
+            alone or DecodeAlone(1.0, 0.0),
+            paced_by_device,
+            log,
+            work,
         )
     rule = _layer_rule(config, paced_by_device)
     if config.policy == "table":

@@ -19,6 +19,7 @@ class PrefillBatch:
     output: SchedulerOutput  # the step that the lane runs
     requests: dict[str, Request]
     grammar: GrammarOutput | None
+    work: float  # see policy.PromptWork
     layers_launched: int = 0  # as far as reports have come
     held_blocks: list[list[KVCacheBlock]] = field(default_factory=list)  # of requests that ended meanwhile
 

@@ -26,9 +26,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_pdmux.activation import require_active, settings_of
 from vllm_pdmux.hiding import Hiding
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
-from vllm_pdmux.model_size import decode_alone
+from vllm_pdmux.model_size import decode_alone, prompt_work
 from vllm_pdmux.outputs import merge_outputs, outputs_of_ended
-from vllm_pdmux.policy import Load
+from vllm_pdmux.policy import Load, PromptWork
 from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
 from vllm_pdmux.residency import Residency
@@ -50,10 +50,11 @@ class PDMuxSchedulerMixin(Hiding):
         settings = settings_of(self.vllm_config)
         # The device may have fewer groups; the worker says so at start and runs higher numbers in its last one.
         is_gpu = self.vllm_config.device_config.device_type == "cuda"
-        alone = decode_alone(self.vllm_config)
-        splits = settings.sm_group_num - 2
-        self._pdmux_policy = build_policy(settings, splits, paced_by_device=is_gpu, alone=alone, log=logger.warning)
-        self._step_clock = StepClock(self._pdmux_policy) if self._pdmux_policy.observes else None
+        splits, learns = settings.sm_group_num - 2, settings.policy == "slo"
+        alone = decode_alone(self.vllm_config) if learns else None
+        self._prompt_work = prompt_work(self.vllm_config) if learns else PromptWork()
+        self._pdmux_policy = build_policy(settings, splits, is_gpu, alone, self._prompt_work, logger.warning)
+        self._step_clock = StepClock(self._pdmux_policy, self._prompt_work) if self._pdmux_policy.observes else None
         self._residency = Residency() if self.use_v2_model_runner else None
         self._max_prefill_tokens = max_prefill_tokens(settings, has_streams=is_gpu)
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
@@ -98,7 +99,7 @@ class PDMuxSchedulerMixin(Hiding):
         """Both lanes' results of a step, as one set of outputs."""
         report = report_of(model_runner_output)
         if self._step_clock is not None:
-            self._step_clock.done(scheduler_output, self._tokens_through(report))
+            self._step_clock.done(scheduler_output, self._work_through(report))
         from_lane = {} if report is None else self._update_lane(report)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.pdmux_trace.record(scheduler_output, order_of(scheduler_output), report)
@@ -120,16 +121,23 @@ class PDMuxSchedulerMixin(Hiding):
             return 0
         decoding = [request for request in self.running if not request.is_prefill_chunk]
         context_tokens = sum(request.num_computed_tokens for request in decoding)
-        load = Load(len(decoding), self.max_num_scheduled_tokens, self._model_layers, context_tokens)
+        begun = next((request for request in self.running if request.is_prefill_chunk), None)
+        load = Load(
+            len(decoding),
+            self.max_num_scheduled_tokens,
+            self._model_layers,
+            context_tokens,
+            computed_tokens=begun.num_computed_tokens if begun is not None else 0,
+        )
         tokens = self._pdmux_policy.fused_tokens(load)
         return tokens and len(decoding) + tokens
 
-    def _tokens_through(self, report: LaneReport | None) -> float:
-        """Prompt tokens that went through all of the model's layers, or so many more through a part of them."""
+    def _work_through(self, report: LaneReport | None) -> float:
+        """The prefill work of the layers that were run in a step."""
         batch = None if report is None else self._batch(report.batch_id)
         if report is None or batch is None:
             return 0.0
-        return batch.num_tokens * (report.end_layer - report.first_layer) / self._model_layers
+        return batch.work * (report.end_layer - report.first_layer) / self._model_layers
 
     def _both_lanes_have_work(self, throttle_prefills: bool) -> bool:
         if self._pause_state == PauseState.PAUSED_ALL:
@@ -180,10 +188,15 @@ class PDMuxSchedulerMixin(Hiding):
             grammar = own_grammar(self.get_grammar_bitmask(output))
             requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
             output = self._localise(output, PREFILL)
-            batch = PrefillBatch(self._next_batch_id, output, requests, grammar)
+            batch = PrefillBatch(self._next_batch_id, output, requests, grammar, self._work_of(output))
             self._batches.append(batch)
             self._next_batch_id += 1
         return batch, output.preempted_req_ids or set()
+
+    def _work_of(self, output: SchedulerOutput) -> float:
+        """The prefill work of a batch that has just been scheduled."""
+        scheduled = output.num_scheduled_tokens.items()
+        return sum(self._prompt_work.of(n, self.requests[i].num_computed_tokens - n) for i, n in scheduled)
 
     def _schedule_decode(self) -> SchedulerOutput:
         in_lane = {req_id for batch in self._batches for req_id in batch.requests}
@@ -212,7 +225,7 @@ class PDMuxSchedulerMixin(Hiding):
         context_tokens = 0
         if self._step_clock is not None:
             context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)
-        load = Load(len(decoding), last.num_tokens, self._model_layers, context_tokens)
+        load = Load(len(decoding), last.num_tokens, self._model_layers, context_tokens, last.work)
         decision = self._pdmux_policy.decide(load)
         if begun is None:
             return PrefillOrder(last.id, decision.layers, group=decision.group)

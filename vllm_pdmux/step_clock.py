@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pdmux.messages import PrefillOrder
-from vllm_pdmux.policy import Kind, Observation, Policy
+from vllm_pdmux.policy import Kind, Observation, Policy, PromptWork
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,7 +26,7 @@ class _Scheduled:
     kind: Kind
     decode_batch: int
     context_tokens: int
-    prefill_tokens: int
+    prefill_work: float
     group: int
 
 
@@ -37,32 +37,34 @@ class StepClock:
     asynchronous scheduling steps queue up, and with nothing to do there is time between them.
     """
 
-    def __init__(self, policy: Policy, clock_s: Callable[[], float] = time.perf_counter):
-        self._policy = policy
+    def __init__(self, policy: Policy, work: PromptWork, clock_s: Callable[[], float] = time.perf_counter):
+        self._policy, self._work = policy, work
         self._clock_s = clock_s
         self._last_s = clock_s()
 
     def scheduled(self, output: SchedulerOutput, order: PrefillOrder, requests: Mapping[str, Request]) -> None:
         """Note the step `output` as it is scheduled."""
-        decode_batch = prefill_tokens = context_tokens = 0
+        decode_batch = context_tokens = 0
+        prefill_work = 0.0
         for req_id, tokens in output.num_scheduled_tokens.items():
+            after = requests[req_id].num_computed_tokens  # the step is counted already
             if tokens == 1:
                 decode_batch += 1
-                context_tokens += requests[req_id].num_computed_tokens
+                context_tokens += after
             else:
-                prefill_tokens += tokens
+                prefill_work += self._work.of(tokens, after - tokens)
         if order.batch_id is not None:
             kind = Kind.BESIDE if decode_batch else None
         else:
             kind = {(True, True): Kind.FUSED, (True, False): Kind.DECODE, (False, True): Kind.PREFILL}.get(
-                (decode_batch > 0, prefill_tokens > 0)
+                (decode_batch > 0, prefill_work > 0)
             )
         if kind is not None:
-            step = _Scheduled(self._clock_s(), kind, decode_batch, context_tokens, prefill_tokens, order.group)
+            step = _Scheduled(self._clock_s(), kind, decode_batch, context_tokens, prefill_work, order.group)
             setattr(output, _STEP, step)
 
-    def done(self, output: SchedulerOutput, beside_tokens: float) -> None:
-        """The step `output` has come back; `beside_tokens`: prompt tokens that went through the lane meanwhile."""
+    def done(self, output: SchedulerOutput, beside_work: float) -> None:
+        """The step `output` has come back; `beside_work`: of the prompts that went through the lane meanwhile."""
         now_s, last_s = self._clock_s(), self._last_s
         self._last_s = now_s
         step: _Scheduled | None = getattr(output, _STEP, None)
@@ -74,7 +76,7 @@ class StepClock:
                 step_ms=(now_s - max(step.at_s, last_s)) * 1e3,
                 decode_batch=step.decode_batch,
                 context_tokens=step.context_tokens,
-                prefill_tokens=beside_tokens if step.kind is Kind.BESIDE else step.prefill_tokens,
+                prefill_work=beside_work if step.kind is Kind.BESIDE else step.prefill_work,
                 group=step.group,
             )
         )

@@ -21,7 +21,7 @@ def policy(shares, itl_ms=None, paced_by_device=True, log=None):
 
 
 def load(decode_batch=32, context_tokens=65536, prefill_tokens=4096):
-    return Load(decode_batch, prefill_tokens, 32, context_tokens)
+    return Load(decode_batch, prefill_tokens, 32, context_tokens, prefill_tokens)
 
 
 class Device:
@@ -65,7 +65,7 @@ class Device:
         for _ in range(30):
             policy.observe(self._seen(Kind.DECODE, self.alone_ms(load), load, 0))
             if prefill:
-                policy.observe(Observation(Kind.PREFILL, 4096 / self.FULL_RATE, prefill_tokens=4096))
+                policy.observe(Observation(Kind.PREFILL, 4096 / self.FULL_RATE, prefill_work=4096))
 
     def _seen(self, kind, ms, load, tokens, group=0):
         return Observation(kind, ms, load.decode_batch, load.context_tokens, tokens, group)
@@ -80,14 +80,16 @@ def serve(policy, device, load, steps):
     return [device.step(policy, load) for _ in range(steps)]
 
 
-loads = st.builds(Load, st.integers(0, 512), st.integers(0, 16384), st.integers(1, 128), st.integers(0, 2_000_000))
+loads = st.builds(
+    Load, st.integers(0, 512), st.integers(0, 16384), st.integers(1, 128), st.integers(0, 2_000_000), st.floats(0, 1e6)
+)
 observations = st.builds(
     Observation,
     kind=st.sampled_from(Kind),
     step_ms=st.floats(-10, 1e5),
     decode_batch=st.integers(1, 512),
     context_tokens=st.integers(0, 2_000_000),
-    prefill_tokens=st.floats(0, 16384),
+    prefill_work=st.floats(0, 16384),
     group=st.integers(1, 5),
 )
 
@@ -227,7 +229,7 @@ class TestWithoutPartitions:
 
     def serve(self, itl_ms, alone_ms=30.0, tokens=1024, layers=30, steps=200):
         slo = policy(CAPPED, itl_ms, paced_by_device=False)
-        asked = Load(4, tokens, layers, 400)
+        asked = Load(4, tokens, layers, 400, tokens)
         slo.observe(Observation(Kind.DECODE, alone_ms, 4, 400))
         taken = []
         for _ in range(steps):

@@ -7,7 +7,7 @@ from driver import Arrival, prompt
 from tokens import assert_same
 from vllm import SamplingParams
 
-from vllm_pdmux.policy import Kind, SloPolicy
+from vllm_pdmux.policy import Kind, PromptWork, SloPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.table import TablePolicy
 from vllm_pdmux.step_clock import StepClock
@@ -59,7 +59,8 @@ class Spy:
 
 def use(driver, policy):
     scheduler = driver.scheduler
-    scheduler._pdmux_policy, scheduler._step_clock = policy, StepClock(policy)
+    scheduler._prompt_work = PromptWork()  # tokens as they are
+    scheduler._pdmux_policy, scheduler._step_clock = policy, StepClock(policy, PromptWork())
     return policy
 
 
@@ -102,9 +103,9 @@ def test_every_step_is_told_for_what_it_was(slo):
     assert kinds[Kind.DECODE] and kinds[Kind.PREFILL] and kinds[Kind.BESIDE] and not kinds[Kind.FUSED]
     assert all(step.step_ms > 0 for step in spy.seen)
     assert all(step.decode_batch and step.context_tokens >= 20 * step.decode_batch for step in kinds[Kind.DECODE])
-    assert sum(step.prefill_tokens for step in kinds[Kind.BESIDE]) == pytest.approx(150 + 180 + 210)
+    assert sum(step.prefill_work for step in kinds[Kind.BESIDE]) == pytest.approx(150 + 180 + 210)
     assert {step.group for step in kinds[Kind.BESIDE]} == {1}
-    assert sum(step.prefill_tokens for step in kinds[Kind.PREFILL]) == 20 + 27 + 34
+    assert sum(step.prefill_work for step in kinds[Kind.PREFILL]) == 20 + 27 + 34
 
 
 def test_the_load_has_the_context_of_the_decoding_requests(slo):
@@ -120,7 +121,7 @@ def test_fused_steps_are_stocks_own_with_so_many_tokens(slo, stock, tokens):
     spy = use(slo, Spy(fused=tokens))
     assert_same(slo.run(arrivals()), stock.run(arrivals()))
     fused = [step for step in spy.seen if step.kind is Kind.FUSED]
-    assert fused and max(step.prefill_tokens for step in fused) <= tokens
+    assert fused and max(step.prefill_work for step in fused) <= tokens
     assert not [step for step in spy.seen if step.kind is Kind.BESIDE]
 
 
@@ -129,7 +130,7 @@ class TestClock:
 
     def test_steps_that_queue_up_take_what_lies_between_their_outputs(self):
         spy, clock = Spy(), Hand()
-        steps = StepClock(spy, clock)
+        steps = StepClock(spy, PromptWork(), clock)
         outputs = [scheduled(steps, clock, at) for at in (1.0, 1.1)]
         for output, at in zip(outputs, (1.5, 1.8)):
             clock.now = at
@@ -138,7 +139,7 @@ class TestClock:
 
     def test_time_with_nothing_to_do_is_nobodys(self):
         spy, clock = Spy(), Hand()
-        steps = StepClock(spy, clock)
+        steps = StepClock(spy, PromptWork(), clock)
         for at in (1.0, 100.0):
             output = scheduled(steps, clock, at)
             clock.now += 0.02
@@ -147,7 +148,7 @@ class TestClock:
 
     def test_a_step_that_was_not_seen_when_it_was_scheduled_is_not_told(self):
         spy, clock = Spy(), Hand()
-        StepClock(spy, clock).done(Output({}), 0.0)
+        StepClock(spy, PromptWork(), clock).done(Output({}), 0.0)
         assert spy.seen == []
 
 

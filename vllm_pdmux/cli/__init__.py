@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "vllm_pdmux.cli.plan",
     "demo": "vllm_pdmux.cli.demo",
     "doctor": "vllm_pdmux.cli.doctor",
+    "simulate": "vllm_pdmux.cli.simulate",
 }
 PROGRAM = "vllm-pdmux"
 EXIT_BAD_INPUT = 2

@@ -47,20 +47,20 @@ class Average:
 
 @dataclass
 class Rate:
-    """Tokens per ms over the last steps. Sums, since the tokens of single steps come in bursts."""
+    """Prefill work per ms over the last steps. Sums, since the work of single steps comes in bursts."""
 
-    tokens: float = 0.0
+    work: float = 0.0
     ms: float = 0.0
 
-    def add(self, tokens: float, ms: float) -> None:
-        """A step of `ms` in which `tokens` went through."""
+    def add(self, work: float, ms: float) -> None:
+        """A step of `ms` in which `work` went through."""
         keep = 0.5 ** (1 / HALF_LIFE_STEPS)
-        self.tokens, self.ms = self.tokens * keep + tokens, self.ms * keep + ms
+        self.work, self.ms = self.work * keep + work, self.ms * keep + ms
 
     @property
     def value(self) -> float | None:
-        """None before any token has been seen."""
-        return self.tokens / self.ms if self.tokens > 0 and self.ms > 0 else None
+        """None before any work has been seen."""
+        return self.work / self.ms if self.work > 0 and self.ms > 0 else None
 
 
 class DecodeAlone:
@@ -111,12 +111,12 @@ class Belief(NamedTuple):
     """Of a group. `hope`: by what to multiply the slowdown, and divide the rate, when it is a question of trying it."""
 
     slowdown: float  # of a decode step, over what it takes alone
-    rate: float  # prefill tokens per ms; relative to the other groups while none is known
+    rate: float  # prefill work per ms; relative to the other groups while none is known
     hope: float
 
 
 class Beside:
-    """For each group: how much slower a decode step is than alone, and prefill tokens per ms."""
+    """For each group: how much slower a decode step is than alone, and prefill work per ms."""
 
     def __init__(self, shares: Iterable[Share]):
         self._shares = tuple(shares)
@@ -134,9 +134,9 @@ class Beside:
         low, high = SLOWDOWN_LIMITS
         self._slowdowns[group - 1].add(min(max(slowdown, low), high))
 
-    def add_prefill(self, group: int, tokens: float, ms: float) -> None:
+    def add_prefill(self, group: int, work: float, ms: float) -> None:
         """Learn the pace of the prefill lane in `group`."""
-        self._rates[group - 1].add(tokens, ms)
+        self._rates[group - 1].add(work, ms)
 
     def beliefs(self) -> list[Belief]:
         """Of all groups, in order. What is not known of one moves with what is known of the others."""
@@ -164,7 +164,7 @@ class Beside:
 
     @property
     def knows_a_rate(self) -> bool:
-        """Whether rates are in tokens per ms, or only relative."""
+        """Whether rates are in work per ms, or only relative."""
         return any(rate.value is not None for rate in self._rates)
 
     def _hope(self, slowdown: Average, seen_at: int) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from vllm_pdmux.policy.estimates import Average, Belief, Beside, DecodeAlone, Rate, Share
 from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, decide_alone
+from vllm_pdmux.policy.work import PromptWork
 
 DEFAULT_TARGET = 1.5  # times a decode step alone, when no target is given
 # A group is left for a better one only when that is expected to prefill so much faster.
@@ -59,10 +60,12 @@ class SloPolicy:
         alone: DecodeAlone,
         paced_by_device: bool,
         log: Callable[[str], None],
+        work: PromptWork = PromptWork(),
     ):
         self._shares, self._target, self._alone = tuple(shares), target, alone
         self._paced_by_device = paced_by_device
         self._log = log
+        self._work = work
         self._beside = Beside(self._shares)
         self._full_rate = Rate()  # of prefill on the whole device
         self._fused_error = Average(1.0, weight=5)  # measured over expected time of fused steps
@@ -93,11 +96,14 @@ class SloPolicy:
         if not self._paced_by_device or full_rate is None or not alone_ms or not load.decode_batch:
             return 0
         target_ms = self._target.of(alone_ms) / self._tail
-        tokens = int((target_ms / self._fused_error.value - alone_ms) * full_rate)
-        if tokens < SMALLEST_FUSED_TOKENS or target_ms < FUSED_FLOOR * alone_ms:
+        work = (target_ms / self._fused_error.value - alone_ms) * full_rate
+        if target_ms < FUSED_FLOOR * alone_ms or work <= 0:
+            return 0
+        tokens = self._work.tokens(work, load.computed_tokens)
+        if tokens < SMALLEST_FUSED_TOKENS:
             return 0
         best = self._choose(alone_ms)[1].rate if self._beside.knows_a_rate else full_rate
-        return tokens if tokens / target_ms > WORTH_A_SWITCH * best else 0
+        return tokens if work / target_ms > WORTH_A_SWITCH * best else 0
 
     def _choose(self, alone_ms: float) -> tuple[int, Belief]:
         """The group, and what is believed of it."""
@@ -127,10 +133,10 @@ class SloPolicy:
         if self._paced_by_device:
             return ALL_LAYERS
         rate = self._full_rate.value
-        if rate is None or not self._alone.is_known:
+        if rate is None or not load.prefill_work or not self._alone.is_known:
             return max(1, load.model_layers // 8)
         spare_ms = self._target.of(alone_ms) / self._tail - alone_ms
-        layer_ms = load.prefill_tokens / rate / load.model_layers
+        layer_ms = load.prefill_work / rate / load.model_layers
         return max(1, int(spare_ms / layer_ms))
 
     # --- learning --------------------------------------------------------------------------------------------------
@@ -142,7 +148,7 @@ class SloPolicy:
         if step.kind is Kind.DECODE:
             self._alone.add(step.decode_batch, step.context_tokens, step.step_ms)
         elif step.kind is Kind.PREFILL:
-            self._full_rate.add(step.prefill_tokens, step.step_ms)
+            self._full_rate.add(step.prefill_work, step.step_ms)
         elif self._alone.is_known:
             alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
             if step.kind is Kind.FUSED:
@@ -158,12 +164,12 @@ class SloPolicy:
         if self._paced_by_device:
             expected_ms = alone_ms * self._beside.slowdown(step.group)
             self._beside.add_decode(step.group, step.step_ms / alone_ms)
-            self._beside.add_prefill(step.group, step.prefill_tokens, step.step_ms)
-        elif step.prefill_tokens and step.step_ms > alone_ms:
+            self._beside.add_prefill(step.group, step.prefill_work, step.step_ms)
+        elif step.prefill_work and step.step_ms > alone_ms:
             # One after the other: what is not decode is prefill.
             rate = self._full_rate.value
-            expected_ms = alone_ms if rate is None else alone_ms + step.prefill_tokens / rate
-            self._full_rate.add(step.prefill_tokens, step.step_ms - alone_ms)
+            expected_ms = alone_ms if rate is None else alone_ms + step.prefill_work / rate
+            self._full_rate.add(step.prefill_work, step.step_ms - alone_ms)
         else:
             return
         slow = step.step_ms > expected_ms * self._tail
@@ -174,7 +180,7 @@ class SloPolicy:
         rate = self._full_rate.value
         if rate is None:
             return
-        expected_ms = max(FUSED_FLOOR * alone_ms, alone_ms + step.prefill_tokens / rate)
+        expected_ms = max(FUSED_FLOOR * alone_ms, alone_ms + step.prefill_work / rate)
         low, high = FUSED_ERROR_LIMITS
         self._fused_error.add(min(max(step.step_ms / expected_ms, low), high))
 

@@ -17,6 +17,8 @@ class Load:
     prefill_tokens: int  # new tokens in the prefill batch, 0 when there is none
     model_layers: int
     context_tokens: int = 0  # of all decoding requests together
+    prefill_work: float = 0.0  # of the prefill batch, see PromptWork
+    computed_tokens: int = 0  # of the prompt that is to be prefilled next
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Observation:
     step_ms: float
     decode_batch: int = 0
     context_tokens: int = 0  # of all decoding requests together
-    prefill_tokens: float = 0  # new tokens that went through the model; of a part of its layers, so much of them
+    prefill_work: float = 0.0  # that went through the model, see PromptWork; through a part of its layers, that part
     group: int = 0  # of a BESIDE step
 
 

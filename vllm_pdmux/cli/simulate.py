@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pdmux simulate`: what stock vLLM, each division and the slo policy would make of a trace. Needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_pdmux.cli import CommandError
+from vllm_pdmux.policy import ALL_LAYERS, DecodeAlone, FixedPolicy, LayerRule, Policy, Share, SloPolicy, Target
+from vllm_pdmux.simulator import (
+    Arrival,
+    DeviceProfile,
+    ProfileError,
+    Result,
+    Stock,
+    TraceError,
+    read_trace,
+    simulate,
+    steady,
+)
+from vllm_pdmux.simulator.engine import STOCK
+from vllm_pdmux.simulator.profile import read_profile
+
+NAME = "simulate"
+HELP = "Predict TTFT, ITL and goodput of stock vLLM and of every policy for a trace or a rate, from a device's profile."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `simulate`."""
+    parser.add_argument(
+        "--profile", required=True, help="of the device and model: JSON from benchmarks/device_profile.py"
+    )
+    parser.add_argument("--trace", help="Azure LLM inference trace (.csv) or Mooncake trace (.jsonl)")
+    parser.add_argument("--speed", type=_positive(float), default=1.0, help="of the trace: so many times as fast")
+    parser.add_argument("--rate", type=_positive(float), help="requests per second, instead of a trace")
+    parser.add_argument("--prompt-tokens", type=_positive(int), default=4096, help="with --rate (default: 4096)")
+    parser.add_argument("--answer-tokens", type=_positive(int), default=256, help="with --rate (default: 256)")
+    parser.add_argument("--requests", type=_positive(int), default=2000, help="at most so many (default: 2000)")
+    parser.add_argument("--itl-slo-ms", type=_positive(float), help="target for ITL, of policy slo and of goodput")
+    parser.add_argument("--ttft-slo-ms", type=_positive(float), help="target for TTFT, of goodput")
+    parser.add_argument("--chunks", default="256,512,1024,2048,8192", help="max_num_batched_tokens of stock")
+    parser.add_argument("--max-prefill-tokens", type=_positive(int), default=4096, help="of a batch in the lane")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each arm. Raises CommandError for files and options that are wrong."""
+    if (args.trace is None) == (args.rate is None):
+        raise CommandError("give either --trace FILE or --rate REQUESTS_PER_SECOND")
+    try:
+        profile = read_profile(args.profile)
+        arrivals = _arrivals(args)
+    except (ProfileError, TraceError) as error:
+        raise CommandError(str(error)) from error
+    limits = {"ttft_slo_ms": args.ttft_slo_ms or float("inf"), "tpot_slo_ms": args.itl_slo_ms or float("inf")}
+    rows = []
+    for name, arm in arms(args, profile):
+        result = simulate(profile, arrivals, arm, args.max_prefill_tokens, **limits)
+        rows.append({"arm": name, **summary(result, profile, len(arrivals))})
+    if args.json:
+        print(json.dumps({"profile": profile.name, "requests": len(arrivals), "arms": rows}))
+    else:
+        _print(profile, arrivals, rows)
+    return 0
+
+
+def arms(args: argparse.Namespace, profile: DeviceProfile) -> Iterator[tuple[str, Policy | Stock]]:
+    """Stock over chunk sizes, each division always, and the slo policy over all of them."""
+    try:
+        chunks = [int(chunk) for chunk in args.chunks.split(",")]
+    except ValueError:
+        raise CommandError(f"--chunks is {args.chunks!r} but must be numbers with commas, such as 512,2048") from None
+    for chunk in chunks:
+        yield f"stock, chunk {chunk}", Stock(chunk)
+    groups = profile.groups
+    for number, group in enumerate(groups, start=1):
+        yield f"{group.sharing} {group.prefill_sms}:{group.decode_sms}", FixedPolicy(number, len(groups), _ALL)
+    yield "slo", slo(profile, args.itl_slo_ms)
+
+
+def slo(profile: DeviceProfile, itl_slo_ms: float | None) -> SloPolicy:
+    """The slo policy over the profile's divisions, which knows of the device only what an engine knows."""
+    shares = [
+        Share(group.sharing == "disjoint", group.prefill_sms / (group.prefill_sms + group.decode_sms))
+        for group in profile.groups
+    ]
+    # Of decode the ratio of its parts is known, which an engine takes from the model's config.
+    alone = DecodeAlone(profile.decode_fixed_ms / (1 + DecodeAlone.FIXED_SHARE), profile.decode_ms_per_context_token)
+    return SloPolicy(shares, Target(itl_slo_ms), alone, True, lambda text: None, profile.prompt_work)
+
+
+def summary(result: Result, profile: DeviceProfile, requests: int) -> dict[str, Any]:
+    """The numbers of one arm; times in ms."""
+    ttft = sorted(result.ttft_ms)
+    beside_ms = sum(result.residency_ms.values()) or 1.0
+    names = {STOCK: STOCK} | {
+        number: f"{group.sharing} {group.prefill_sms}:{group.decode_sms}"
+        for number, group in enumerate(profile.groups, start=1)
+    }
+    return {
+        "ttft_p50_ms": statistics.median(ttft),
+        "ttft_p99_ms": ttft[int(0.99 * (len(ttft) - 1))],
+        "itl_p50_ms": result.itl_ms(0.5),
+        "itl_p99_ms": result.itl_ms(0.99),
+        "met_share": result.met / requests,
+        "makespan_s": result.makespan_ms / 1e3,
+        "residency": {names[key]: value / beside_ms for key, value in result.residency_ms.most_common()},
+    }
+
+
+_ALL = LayerRule(layers_per_group=ALL_LAYERS)
+
+
+def _arrivals(args: argparse.Namespace) -> list[Arrival]:
+    if args.trace is not None:
+        return read_trace(args.trace, args.requests, args.speed)
+    return steady(args.rate, args.requests, args.prompt_tokens, args.answer_tokens)
+
+
+def _print(profile: DeviceProfile, arrivals: list[Arrival], rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{len(arrivals)} requests, {profile.name}"
+    table = Table("", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "within targets", "beside prefill in", title=title)
+    for row in rows:
+        times = [f"{row[name]:,.1f}" for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")]
+        residency = ", ".join(f"{name} {share:.0%}" for name, share in list(row["residency"].items())[:3])
+        table.add_row(row["arm"], *times, f"{row['met_share']:.1%}", residency)
+    Console(highlight=False).print(table)
+
+
+def _positive(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"is {text!r} but must be a number above 0")
+        return value
+
+    return parse

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long things take on one device with one model: what `benchmarks/device_profile.py` makes of measured runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_pdmux.policy import PromptWork
+
+
+class ProfileError(ValueError):
+    """A file that is no profile; the message names the file and what is wrong."""
+
+
+class GroupProfile(BaseModel):
+    """A division: how much slower decode is beside prefill than alone, and prefill's pace over its pace alone."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sharing: str
+    prefill_sms: int = Field(ge=1)
+    decode_sms: int = Field(ge=1)
+    slowdown: float = Field(ge=1)
+    pace: float = Field(gt=0, le=1)
+
+
+class DeviceProfile(BaseModel):
+    """Times in ms. The forms of decode and prefill are those of MuxWise, linear and quadratic."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    decode_fixed_ms: float = Field(ge=0)
+    decode_ms_per_request: float = Field(ge=0)
+    decode_ms_per_context_token: float = Field(ge=0)
+    prefill_fixed_ms: float = Field(ge=0)
+    prefill_ms_per_token: float = Field(gt=0)
+    prefill_ms_per_token_pair: float = Field(ge=0)  # a new token and one that it attends to
+    fused_floor: float = Field(ge=1)  # a fused step takes at least so many times decode alone
+    fused_decode: float = Field(ge=0)  # and so many times it, besides the prefill of its prompt tokens
+    kv_tokens: int = Field(ge=1)
+    groups: tuple[GroupProfile, ...]
+
+    def decode_ms(self, batch: int, context_tokens: int) -> float:
+        """A decode step with nothing beside it."""
+        context_ms = self.decode_ms_per_context_token * context_tokens
+        return self.decode_fixed_ms + self.decode_ms_per_request * batch + context_ms
+
+    def prefill_ms(self, tokens: int, computed_tokens: int) -> float:
+        """`tokens` new tokens of a prompt of which `computed_tokens` are computed, with nothing beside them."""
+        pairs = tokens * (computed_tokens + tokens / 2)
+        return self.prefill_ms_per_token * tokens + self.prefill_ms_per_token_pair * pairs
+
+    @property
+    def prompt_work(self) -> PromptWork:
+        """How the time of a prompt's tokens grows on this device."""
+        pair_ms = self.prefill_ms_per_token_pair
+        return PromptWork(self.prefill_ms_per_token / pair_ms if pair_ms else math.inf)
+
+    def fused_ms(self, decode_ms: float, prefill_ms: float) -> float:
+        """A step that decodes and prefills in one batch, from what the two take alone."""
+        return max(self.fused_floor * decode_ms, self.fused_decode * decode_ms + prefill_ms)
+
+
+def read_profile(path: str) -> DeviceProfile:
+    """The profile in a JSON file. Raises ProfileError."""
+    try:
+        return DeviceProfile.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ProfileError(f"profile {path}: cannot be read ({error.strerror}): correct path or rights") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ProfileError(
+            f"profile {path}: {where}: {first['msg']}: make it with benchmarks/device_profile.py"
+        ) from None
+    except ValueError as error:
+        raise ProfileError(
+            f"profile {path}: is not JSON ({error}): make it with benchmarks/device_profile.py"
+        ) from None
