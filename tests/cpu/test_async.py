@@ -48,7 +48,7 @@ from vllm_pdmux.worker.worker import PDMuxWorkerMixin
 
 import tiny_model
 from driver import ENGINE, LANE_THREAD, prompt
-from watch import Watch
+from watch import FUSED, Watch, fuse_now_and_then
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "60"))
 BLOCK, BLOCKS, LAYERS, VOCAB = ENGINE["block_size"], 20, tiny_model.LAYERS, 251
@@ -883,6 +883,7 @@ class Schedule:
     plans: list[Plan]
     sessions: list[SessionPlan]
     layers: int
+    fused: tuple[int, int] | None  # of FUSED
     chunk: int
     report_delay: int
     batches: int  # in the lane at most
@@ -953,6 +954,7 @@ def schedules_of(plans, sessions):
         plans=plans,
         sessions=sessions,
         layers=st.sampled_from([1, 1, 2, 3, 7, 1000]),
+        fused=st.sampled_from(FUSED),
         chunk=st.sampled_from([16, 50, 256]),
         report_delay=st.integers(0, 2),
         batches=st.integers(1, 2),
@@ -1047,6 +1049,7 @@ def test_any_schedule(engines, use_v2, schedule):
     with engines.lend(True, use_v2) as engine:
         batches = schedule.batches if use_v2 else 1
         engine.fresh(schedule.layers, schedule.chunk, schedule.report_delay, batches)
+        fuse_now_and_then(engine.scheduler, schedule.fused)
         with LaneWatch(engine) as watch:
             check_schedule(engine, schedule, watch.check_step)
 

@@ -18,7 +18,7 @@ from vllm_pdmux.messages import order_of
 from vllm_pdmux.worker.prefill_runner import generators_set_aside
 
 from driver import ENGINE, Arrival, prompt
-from watch import Watch
+from watch import FUSED, Watch, fuse_now_and_then
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "40"))
 BLOCK, MAX_PROMPT, MAX_TOKENS = ENGINE["block_size"], 220, 25
@@ -48,6 +48,7 @@ class Schedule:
 
     plans: list[Plan]
     layers: int
+    fused: tuple[int, int] | None  # of FUSED
     chunk: int
     seed: int | None  # None: greedy
     max_active: int
@@ -79,6 +80,7 @@ def some_schedule():
         Schedule,
         plans=st.lists(some_plan(), min_size=1, max_size=6).map(lambda plans: [*CHATS, *plans]),
         layers=st.sampled_from([1, 1, 2, 3, 7, 1000]),
+        fused=st.sampled_from(FUSED),
         chunk=st.sampled_from([16, 50, 256]),
         seed=st.none() | st.integers(0, 99),
         max_active=st.sampled_from([16, 16, 16, 16, 3, 1]),
@@ -243,6 +245,7 @@ def test_any_schedule(oracle, subject, schedule):
     """Tokens of requests that were not aborted are stock's, those of the others a beginning of stock's."""
     with subject as pdmux:
         pdmux.set_layers_per_group(schedule.layers)
+        fuse_now_and_then(pdmux.scheduler, schedule.fused)
         pdmux.set_chunk(schedule.chunk)
         pdmux.scheduler.max_num_active_reqs = schedule.max_active
         got = run(pdmux, schedule)

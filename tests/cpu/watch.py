@@ -5,6 +5,40 @@ import threading
 
 from driver import LANE_THREAD
 
+from vllm_pdmux.policy import PromptWork
+from vllm_pdmux.step_clock import StepClock
+
+# A schedule's stock steps between those of the lanes: prompt tokens, and every how many times.
+FUSED = [None, None, (16, 2), (40, 3), (200, 2)]
+
+
+class Fusing:
+    """A policy that fuses every so often, and else does what another one decides."""
+
+    observes = True
+
+    def __init__(self, policy, tokens, every):
+        self._policy, self._tokens, self._every = policy, tokens, every
+        self._asked = 0
+
+    def decide(self, load):
+        return self._policy.decide(load)
+
+    def fused_tokens(self, load):
+        self._asked += 1
+        return 0 if self._asked % self._every else self._tokens
+
+    def observe(self, step):
+        assert step.step_ms >= 0 and step.prefill_work >= 0
+
+
+def fuse_now_and_then(scheduler, fused):
+    """Let the scheduler take stock steps of `fused` = (prompt tokens, every how many times) in between; None: never."""
+    scheduler._step_clock = None
+    if fused is not None:
+        scheduler._pdmux_policy = Fusing(scheduler._pdmux_policy, *fused)
+        scheduler._step_clock = StepClock(scheduler._pdmux_policy, PromptWork(1000))
+
 
 class Watch:
     """Records what the scheduler schedules and checks it; subclasses check what the lane has done after each step."""
