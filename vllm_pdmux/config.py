@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_pdmux.config_errors import ConfigError, one_line, show
-from vllm_pdmux.config_model import FIELDS, PDMuxConfig, inconsistencies
+from vllm_pdmux.config_model import FIELDS, TARGETS, PDMuxConfig, inconsistencies
 from vllm_pdmux.config_sources import check_source, read_file
 
 __all__ = ["ENVIRONMENT_VARIABLE", "ConfigError", "PDMuxConfig", "Resolved", "resolve"]
@@ -57,8 +57,9 @@ def resolve(inline: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Res
     if sglang_origin and "split_forward_token_budget" not in values:
         values["split_forward_token_budget"] = SGLANG_TOKEN_BUDGET
         origins["split_forward_token_budget"] = sglang_origin
-    if values.get("itl_slo_ms") is not None and "policy" not in values:
-        values["policy"], origins["policy"] = "slo", origins["itl_slo_ms"]
+    target = next((name for name in TARGETS if values.get(name) is not None), None)
+    if target is not None and "policy" not in values:
+        values["policy"], origins["policy"] = "slo", origins[target]
     _check_together(values, origins)
     return Resolved(PDMuxConfig.model_validate(values), origins)
 

@@ -101,6 +101,13 @@ class PDMuxConfig(BaseModel):
         description="Milliseconds between two tokens of a request, which all but a few steps beside prefill should "
         "keep, with policy slo; not set: 1.5 times what a decode step takes alone.",
     )
+    ttft_slo_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Milliseconds until the first token of an answer, a target for the order of prompts with policy "
+        "slo: a short prompt may overtake one that is half done. Not set: in the order of arrival.",
+    )
     fixed_group: int | None = Field(
         None, ge=1, description="The stream group that policy fixed uses, 1 to sm_group_num - 2."
     )
@@ -140,6 +147,7 @@ class PDMuxConfig(BaseModel):
 
 
 FIELDS = tuple(PDMuxConfig.model_fields)
+TARGETS = ("itl_slo_ms", "ttft_slo_ms")  # of policy slo, which they ask for
 
 
 @dataclass(frozen=True)
@@ -168,18 +176,19 @@ def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
             f"give {groups - 2}, or one word for all"
         )
         problems.append(Inconsistency(("sm_group_num", "sharing"), text))
-    if {"policy", "itl_slo_ms"} <= values.keys():
-        problems += _target_problems(values["policy"], values["itl_slo_ms"])
+    for target in TARGETS:
+        if {"policy", target} <= values.keys():
+            problems += _target_problems(values["policy"], target, values[target])
     if {"policy", "fixed_group"} <= values.keys():
         problems += _fixed_group_problems(values["policy"], values["fixed_group"], groups)
     return problems
 
 
-def _target_problems(policy: str, itl_slo_ms: float | None) -> list[Inconsistency]:
-    if policy == "slo" or itl_slo_ms is None:
+def _target_problems(policy: str, name: str, value: float | None) -> list[Inconsistency]:
+    if policy == "slo" or value is None:
         return []
-    text = f"itl_slo_ms is {itl_slo_ms:g} but policy {policy} does not use it: set policy slo, or remove it"
-    return [Inconsistency(("policy", "itl_slo_ms"), text)]
+    text = f"{name} is {value:g} but policy {policy} does not use it: set policy slo, or remove it"
+    return [Inconsistency(("policy", name), text)]
 
 
 def _fixed_group_problems(policy: str, fixed_group: int | None, groups: int | None) -> list[Inconsistency]:

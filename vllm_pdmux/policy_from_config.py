@@ -38,7 +38,7 @@ def build_policy(
     if config.policy == "slo":
         return SloPolicy(
             shares(config, splits),
-            Target(config.itl_slo_ms),
+            Target(config.itl_slo_ms, config.ttft_slo_ms),
             alone or DecodeAlone(1.0, 0.0),
             paced_by_device,
             log,

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -28,7 +29,7 @@ from vllm_pdmux.hiding import Hiding
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
 from vllm_pdmux.model_size import decode_alone, prompt_work
 from vllm_pdmux.outputs import merge_outputs, outputs_of_ended
-from vllm_pdmux.policy import Load, PromptWork
+from vllm_pdmux.policy import Load, Prompt, PromptWork
 from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
 from vllm_pdmux.residency import Residency
@@ -63,6 +64,7 @@ class PDMuxSchedulerMixin(Hiding):
         # A GPU must not run dry between two batches. (A V1 runner could not resume what was dropped before it began.)
         self._max_batches = 2 if is_gpu and self.use_v2_model_runner else 1
         self._next_batch_id = 0
+        self._overtaken = False  # whether the last batch has left out a prompt that is half done
         self._drop: int | None = None  # the last batch that the worker has still to be told to drop
         # prev_step_scheduled_req_ids of the prefill view: the requests in its runner's persistent batch. A request that
         # comes to a runner is sent with all its tokens, one that is in its batch without.
@@ -173,8 +175,10 @@ class PDMuxSchedulerMixin(Hiding):
     def _begin_batch(self) -> tuple[PrefillBatch | None, set[str]]:
         """Let the prefill view admit a batch; the ids of requests that it preempted."""
         batch = None
-        prefilling = [request for request in self.running if request.is_prefill_chunk]
-        others = [request for request in self.running if not request.is_prefill_chunk]
+        begun = [request for request in self.running if request.is_prefill_chunk]
+        self._overtaken = not self._overtaken and self._is_overtaken(begun)
+        prefilling = begun[1:] if self._overtaken else begun
+        others = [request for request in self.running if request not in prefilling]
         max_active, prev_step = self.max_num_active_reqs, self.prev_step_scheduled_req_ids
         # The hidden requests keep their seats.
         self.max_num_active_reqs = max(0, max_active - len(others))
@@ -192,6 +196,22 @@ class PDMuxSchedulerMixin(Hiding):
             self._batches.append(batch)
             self._next_batch_id += 1
         return batch, output.preempted_req_ids or set()
+
+    def _is_overtaken(self, begun: list[Request]) -> bool:
+        """Whether this batch leaves out the first prompt that is half done, for another one or the first that waits."""
+        if self._step_clock is None or not begun or self.policy != SchedulingPolicy.FCFS:
+            return False
+        now_s = time.time()
+
+        def prompt(request: Request) -> Prompt:
+            left = request.num_tokens - request.num_computed_tokens
+            work = self._prompt_work.of(left, request.num_computed_tokens)
+            return Prompt(work, (now_s - request.arrival_time) * 1e3)
+
+        first, *others = map(prompt, begun)
+        if self.waiting:
+            others.append(prompt(self.waiting.peek_request()))
+        return any(self._pdmux_policy.overtakes(other, first) for other in others)
 
     def _work_of(self, output: SchedulerOutput) -> float:
         """The prefill work of a batch that has just been scheduled."""

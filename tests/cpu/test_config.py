@@ -67,6 +67,7 @@ def test_nothing_given_is_all_defaults():
         "split_forward_token_budget": None,
         "policy": "table",
         "itl_slo_ms": None,
+        "ttft_slo_ms": None,
         "fixed_group": None,
         "layers_per_group": None,
         "max_prefill_tokens": None,
@@ -433,6 +434,12 @@ class TestTarget:
         assert resolved.origins["policy"] == resolved.origins["itl_slo_ms"] == "additional_config"
         path = write("itl_slo_ms: 12.5")
         assert resolve({"config": path}, {}).origins["policy"] == f"file {path}"
+
+    def test_a_target_for_the_first_token_does_too(self):
+        config = resolve({"ttft_slo_ms": 800}, {}).config
+        assert (config.policy, config.itl_slo_ms, config.ttft_slo_ms) == ("slo", None, 800)
+        with pytest.raises(ConfigError, match="ttft_slo_ms is 800 but policy table does not use it"):
+            resolve({"ttft_slo_ms": 800, "policy": "table"}, {})
 
     def test_the_policy_needs_no_target(self):
         assert resolve({"policy": "slo"}, {}).config.itl_slo_ms is None

@@ -130,6 +130,20 @@ def test_neither_lane_starves_whatever_the_target(itl_ms):
     assert result.longest_lane_wait_ms <= slowest * longest_alone
 
 
+def test_short_prompts_do_not_wait_for_a_long_one_that_is_late_anyway():
+    profile = read_profile(str(MEASURED))
+    chat = Arrival(0, 100, 3000)
+    arrivals = [chat, Arrival(500, 100_000, 10), *(Arrival(1500 + 700 * i, 200, 10) for i in range(8))]
+
+    def worst(ttft_slo_ms):
+        result = simulate(profile, arrivals, slo(profile, 20.0, ttft_slo_ms))
+        return sorted(result.ttft_ms)
+
+    in_order, by_slack = worst(None), worst(2000.0)
+    assert by_slack[-1] < 1.3 * in_order[-1]  # the long one
+    assert in_order[-2] > 0.5 * in_order[-1] and by_slack[-2] < 0.1 * by_slack[-1]
+
+
 class TestWork:
     @given(st.floats(1e3, 1e6), st.integers(1, 100_000), st.integers(0, 200_000))
     def test_tokens_is_the_inverse(self, doubling, tokens, computed):

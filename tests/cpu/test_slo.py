@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pdmux.policy import ALL_LAYERS, DecodeAlone, Kind, Load, Observation, Share, SloPolicy, Target
+from vllm_pdmux.policy import (
+    ALL_LAYERS,
+    DecodeAlone,
+    FixedPolicy,
+    Kind,
+    LayerRule,
+    Load,
+    Observation,
+    Prompt,
+    Share,
+    SloPolicy,
+    Target,
+)
 
 CAPPED = [Share(False, sms / 132) for sms in (112, 100, 84, 68, 52)]
 DISJOINT = [Share(True, sms / 132) for sms in (100, 84, 68)]
@@ -254,3 +266,30 @@ def test_a_learned_policy_never_fuses_without_partitions():
     slo = policy(CAPPED, 1000.0, paced_by_device=False)
     Device(CAPPED).warm_up(slo, load())
     assert slo.fused_tokens(load()) == 0
+
+
+class TestOrder:
+    def policy(self, ttft_ms=1000.0):
+        slo = SloPolicy(CAPPED, Target(20.0, ttft_ms), DecodeAlone(WEIGHTS, KV), True, print)
+        slo.observe(Observation(Kind.PREFILL, 100.0, prefill_work=1000.0))  # 10 per ms
+        return slo
+
+    @pytest.mark.parametrize(
+        ("waiting", "begun", "overtakes"),
+        [
+            (Prompt(500, 0), Prompt(5_000, 0), False),  # 950 and 500 ms of slack
+            (Prompt(500, 600), Prompt(5_000, 0), True),  # 350 and 500
+            (Prompt(500, 0), Prompt(200_000, 0), True),  # the long one will be late anyway
+            (Prompt(500, 2000), Prompt(200_000, 0), False),  # both will
+            (Prompt(500, 2000), Prompt(500, 100), False),  # the one that waits will
+        ],
+    )
+    def test_less_slack_goes_first_and_what_is_late_anyway_last(self, waiting, begun, overtakes):
+        assert self.policy().overtakes(waiting, begun) == overtakes
+
+    def test_without_a_target_or_knowledge_prompts_keep_their_order(self):
+        assert not self.policy(None).overtakes(Prompt(1, 0), Prompt(1e6, 0))
+        assert not policy(CAPPED, 20.0).overtakes(Prompt(1, 0), Prompt(1e6, 0))
+
+    def test_other_policies_keep_the_order_of_arrival(self):
+        assert not FixedPolicy(1, 1, LayerRule()).overtakes(Prompt(1, 0), Prompt(1e6, 0))

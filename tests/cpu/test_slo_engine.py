@@ -3,7 +3,7 @@
 
 import pytest
 import tiny_model
-from driver import Arrival, prompt
+from driver import ENGINE, Arrival, prompt
 from tokens import assert_same
 from vllm import SamplingParams
 
@@ -52,6 +52,9 @@ class Spy:
     def fused_tokens(self, load):
         self.loads.append(load)
         return self._fused
+
+    def overtakes(self, waiting, begun):
+        return waiting.work < begun.work
 
     def observe(self, step):
         self.seen.append(step)
@@ -123,6 +126,55 @@ def test_fused_steps_are_stocks_own_with_so_many_tokens(slo, stock, tokens):
     fused = [step for step in spy.seen if step.kind is Kind.FUSED]
     assert fused and max(step.prefill_work for step in fused) <= tokens
     assert not [step for step in spy.seen if step.kind is Kind.BESIDE]
+
+
+@pytest.mark.parametrize("overtakes", [False, True])
+def test_a_short_prompt_overtakes_a_long_one_between_two_of_its_chunks(slo, stock, overtakes):
+    spy = use(slo, Spy(layers=1000))
+    if not overtakes:
+        spy.overtakes = lambda waiting, begun: False
+    chat = Arrival("chat", prompt(20, 1), SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    served = [chat, Arrival("long", prompt(300, 2), short, 5), Arrival("short", prompt(30, 3), short, 10)]
+    ended = {}
+
+    def watch(driver):
+        for name in ("long", "short"):
+            if driver.step_number > 12 and not driver.internal_ids(name):
+                ended.setdefault(name, driver.step_number)
+
+    slo.set_chunk(32)
+    try:
+        got = slo.run(served, watch)
+    finally:
+        slo.set_chunk(ENGINE["max_num_batched_tokens"])
+    assert_same(got, stock.run(served))
+    assert (ended["short"] < ended["long"]) == overtakes
+
+
+def test_nobody_is_overtaken_twice_in_succession(slo):
+    use(slo, Spy(layers=1000))
+    chat = Arrival("chat", prompt(20, 1), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    shorts = [Arrival(f"short{i}", prompt(30, 10 + i), short, 8 + i) for i in range(30)]
+    batches, begin = [], slo.scheduler._begin_batch
+
+    def begin_and_note():
+        batch, preempted = begin()
+        batches.append(batch)
+        return batch, preempted
+
+    slo.scheduler._begin_batch = begin_and_note
+    slo.set_chunk(32)
+    try:
+        slo.run([chat, Arrival("long", prompt(300, 2), short, 5), *shorts])
+    finally:
+        slo.set_chunk(ENGINE["max_num_batched_tokens"])
+        del slo.scheduler._begin_batch
+    of_long = ["long" in "".join(batch.requests) for batch in batches]
+    until = max(i for i, is_long in enumerate(of_long) if is_long)
+    pairs = list(zip(of_long[:until], of_long[1:until]))
+    assert (True, False) in pairs and (False, False) not in pairs
 
 
 class TestClock:

@@ -28,6 +28,10 @@ class Fusing:
         self._asked += 1
         return 0 if self._asked % self._every else self._tokens
 
+    def overtakes(self, waiting, begun):
+        assert waiting.work > 0 and begun.work > 0
+        return waiting.work < begun.work
+
     def observe(self, step):
         assert step.step_ms >= 0 and step.prefill_work >= 0
 

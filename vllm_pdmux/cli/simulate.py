@@ -40,8 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=_positive(int), default=4096, help="with --rate (default: 4096)")
     parser.add_argument("--answer-tokens", type=_positive(int), default=256, help="with --rate (default: 256)")
     parser.add_argument("--requests", type=_positive(int), default=2000, help="at most so many (default: 2000)")
-    parser.add_argument("--itl-slo-ms", type=_positive(float), help="target for ITL, of policy slo and of goodput")
-    parser.add_argument("--ttft-slo-ms", type=_positive(float), help="target for TTFT, of goodput")
+    parser.add_argument(
+        "--itl-slo-ms", type=_positive(float), help="target for ITL, of policy slo and of the share within targets"
+    )
+    parser.add_argument("--ttft-slo-ms", type=_positive(float), help="target for TTFT, of both too")
     parser.add_argument("--chunks", default="256,512,1024,2048,8192", help="max_num_batched_tokens of stock")
     parser.add_argument("--max-prefill-tokens", type=_positive(int), default=4096, help="of a batch in the lane")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -79,10 +81,10 @@ def arms(args: argparse.Namespace, profile: DeviceProfile) -> Iterator[tuple[str
     groups = profile.groups
     for number, group in enumerate(groups, start=1):
         yield f"{group.sharing} {group.prefill_sms}:{group.decode_sms}", FixedPolicy(number, len(groups), _ALL)
-    yield "slo", slo(profile, args.itl_slo_ms)
+    yield "slo", slo(profile, args.itl_slo_ms, args.ttft_slo_ms)
 
 
-def slo(profile: DeviceProfile, itl_slo_ms: float | None) -> SloPolicy:
+def slo(profile: DeviceProfile, itl_slo_ms: float | None, ttft_slo_ms: float | None = None) -> SloPolicy:
     """The slo policy over the profile's divisions, which knows of the device only what an engine knows."""
     shares = [
         Share(group.sharing == "disjoint", group.prefill_sms / (group.prefill_sms + group.decode_sms))
@@ -90,7 +92,7 @@ def slo(profile: DeviceProfile, itl_slo_ms: float | None) -> SloPolicy:
     ]
     # Of decode the ratio of its parts is known, which an engine takes from the model's config.
     alone = DecodeAlone(profile.decode_fixed_ms / (1 + DecodeAlone.FIXED_SHARE), profile.decode_ms_per_context_token)
-    return SloPolicy(shares, Target(itl_slo_ms), alone, True, lambda text: None, profile.prompt_work)
+    return SloPolicy(shares, Target(itl_slo_ms, ttft_slo_ms), alone, True, lambda text: None, profile.prompt_work)
 
 
 def summary(result: Result, profile: DeviceProfile, requests: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from vllm_pdmux.policy.fixed import FixedPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.slo import SloPolicy, Target
 from vllm_pdmux.policy.table import TablePolicy
-from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Policy
+from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Policy, Prompt
 from vllm_pdmux.policy.work import PromptWork
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Load",
     "Observation",
     "Policy",
+    "Prompt",
     "PromptWork",
     "Share",
     "SloPolicy",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_pdmux.policy.estimates import Average, Belief, Beside, DecodeAlone, Rate, Share
-from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, decide_alone
+from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Prompt, decide_alone
 from vllm_pdmux.policy.work import PromptWork
 
 DEFAULT_TARGET = 1.5  # times a decode step alone, when no target is given
@@ -35,9 +35,10 @@ SHORTEST_STEP_MS = 0.01
 
 @dataclass(frozen=True)
 class Target:
-    """What the user asks for. `itl_ms` None: DEFAULT_TARGET times decode alone."""
+    """What the user asks for. `itl_ms` None: DEFAULT_TARGET times decode alone. `ttft_ms` None: in order of arrival."""
 
     itl_ms: float | None = None
+    ttft_ms: float | None = None
 
     def of(self, alone_ms: float) -> float:
         """The target of a load whose decode step takes `alone_ms` alone."""
@@ -104,6 +105,27 @@ class SloPolicy:
             return 0
         best = self._choose(alone_ms)[1].rate if self._beside.knows_a_rate else full_rate
         return tokens if work / target_ms > WORTH_A_SWITCH * best else 0
+
+    def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
+        """By slack, the time that is left until the target for TTFT cannot be kept: the prompt with less goes first.
+
+        But a prompt that will be late anyway goes behind one that need not be.
+        """
+        rate = self._prefill_rate()
+        if self._target.ttft_ms is None or rate is None:
+            return False
+        slack_of_waiting, slack_of_begun = (
+            self._target.ttft_ms - prompt.age_ms - prompt.work / rate for prompt in (waiting, begun)
+        )
+        if slack_of_waiting < 0 or slack_of_begun < 0:
+            return slack_of_begun < 0 <= slack_of_waiting
+        return slack_of_waiting < slack_of_begun
+
+    def _prefill_rate(self) -> float | None:
+        """Work per ms that a prompt can count on: that of the group in use, if it is known."""
+        if self._group is not None and self._beside.knows_a_rate:
+            return self._beside.beliefs()[self._group - 1].rate
+        return self._full_rate.value
 
     def _choose(self, alone_ms: float) -> tuple[int, Belief]:
         """The group, and what is believed of it."""

@@ -50,6 +50,14 @@ class Observation:
     group: int = 0  # of a BESIDE step
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that waits for prefill, or for the rest of it."""
+
+    work: float  # that is left, see PromptWork
+    age_ms: float  # since the request arrived
+
+
 class Policy(Protocol):
     """Decides how the lanes share the device. One object serves one scheduler; its decisions travel to all ranks."""
 
@@ -59,6 +67,9 @@ class Policy(Protocol):
 
     def fused_tokens(self, load: Load) -> int:
         """New prompt tokens for a step that decodes and prefills in one batch, stock vLLM's way; 0: use the lanes."""
+
+    def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
+        """Whether the next batch is `waiting`'s though the prompt `begun` is half done. Never twice in succession."""
 
     def observe(self, step: Observation) -> None:
         """Learn from a step that has run."""
@@ -72,6 +83,10 @@ class Unlearning:
     def fused_tokens(self, load: Load) -> int:
         """Never."""
         return 0
+
+    def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
+        """Never: in order of arrival."""
+        return False
 
     def observe(self, step: Observation) -> None:
         """Nothing to learn."""

@@ -11,8 +11,9 @@ import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from vllm_pdmux.policy import Kind, Load, Observation, Policy
+from vllm_pdmux.policy import Kind, Load, Observation, Policy, Prompt
 from vllm_pdmux.simulator.profile import DeviceProfile
 from vllm_pdmux.simulator.trace import BLOCK_TOKENS, Arrival
 
@@ -55,6 +56,7 @@ class _Request:
     arrival: Arrival
     computed: int  # tokens of the prompt: reused ones, then those of chunks that were scheduled
     first_ms: float = 0.0
+    is_begun: bool = False  # a chunk of it was scheduled
 
     @property
     def left(self) -> int:
@@ -123,6 +125,7 @@ class _Engine:
         self._step = self._ties = 0
         self._context_tokens = 0
         self._batch: _Batch | None = None
+        self._overtaken = False  # whether the last batch has left out a prompt that is half done
 
     def serve(self, arrivals: Sequence[Arrival]) -> Result:
         coming = deque(arrivals)
@@ -214,6 +217,27 @@ class _Engine:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def _take(self, tokens: int) -> _Batch | None:
+        """The next chunks; those of a prompt that is half done first, unless the policy lets others overtake it."""
+        self._overtaken = not self._overtaken and self._is_overtaken()
+        if not self._overtaken:
+            return self._take_in_order(tokens)
+        first = self._waiting.popleft()
+        batch = self._take_in_order(tokens)
+        self._waiting.appendleft(first)
+        return batch
+
+    def _is_overtaken(self) -> bool:
+        if self._policy is None or len(self._waiting) < 2 or not self._waiting[0].is_begun:
+            return False
+        first, *others = takewhile(lambda request: request.is_begun, self._waiting)
+        if len(self._waiting) > 1 + len(others):
+            others.append(self._waiting[1 + len(others)])
+        return any(self._policy.overtakes(self._prompt(other), self._prompt(first)) for other in others)
+
+    def _prompt(self, request: _Request) -> Prompt:
+        return Prompt(self._work.of(request.left, request.computed), self._now_ms - request.arrival.at_ms)
+
+    def _take_in_order(self, tokens: int) -> _Batch | None:
         """The next chunks, in order of arrival; None when there is no prompt, no token or no seat."""
         parts, total_ms, work, taken = [], 0.0, 0.0, 0
         seats = self._seats - len(self._decoding)
@@ -223,6 +247,7 @@ class _Engine:
             total_ms += self._profile.prefill_ms(chunk, request.computed)
             work += self._work.of(chunk, request.computed)
             request.computed += chunk
+            request.is_begun = True
             taken += chunk
             parts.append((request, chunk))
             if request.left:
