@@ -46,6 +46,10 @@ def _sharing(value: Any) -> Any:
     return value if isinstance(value, str) else tuple(value)
 
 
+def _policy(value: Any) -> Any:
+    return "off" if value is False else value  # YAML reads the word off as false
+
+
 Sharing = Literal["capped", "disjoint"]
 Sms = Annotated[int, Field(ge=1)]
 Row = tuple[Sms, Sms, Annotated[int, Field(ge=0)]]
@@ -89,10 +93,10 @@ class PDMuxConfig(BaseModel):
         description="Layers times new prompt tokens of one layer group; not set: an eighth of the model's layers each, "
         "or 65536 when a file sets sm_group_num.",
     )
-    policy: Literal["table", "fixed", "slo"] = Field(
+    policy: Annotated[Literal["table", "fixed", "slo", "off"], BeforeValidator(_policy)] = Field(
         "table",
         description="What chooses the division: the decode batch (table), fixed_group always (fixed), or what was "
-        "measured of the steps so far, for a target of ITL (slo; the default when itl_slo_ms is set).",
+        "measured of the steps so far, for targets (slo; the default when there is one). off: stock vLLM's steps.",
     )
     itl_slo_ms: float | None = Field(
         None,

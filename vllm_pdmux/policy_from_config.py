@@ -9,6 +9,7 @@ from vllm_pdmux.policy import (
     DecodeAlone,
     FixedPolicy,
     LayerRule,
+    OffPolicy,
     Policy,
     PromptWork,
     Share,
@@ -35,6 +36,8 @@ def build_policy(
     """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
     `sm_group_num - 2`. `paced_by_device`: the worker launches no more layers than keep the device busy, so that
     without a setting no other limit is needed. Raises ConfigError when `fixed_group` is not among them."""
+    if config.policy == "off":
+        return OffPolicy(splits)
     if config.policy == "slo":
         return SloPolicy(
             shares(config, splits),
@@ -75,7 +78,7 @@ def max_prefill_tokens(config: PDMuxConfig, has_streams: bool) -> int | None:
     """
     if config.max_prefill_tokens is not None or not has_streams:
         return config.max_prefill_tokens
-    if config.policy == "fixed":
+    if config.policy in ("fixed", "off"):
         streams = 1
     else:
         splits = {decode_sms for _, decode_sms, _ in config.manual_divisions}

@@ -119,7 +119,7 @@ class PDMuxSchedulerMixin(Hiding):
 
     def _fused_tokens(self) -> int:
         """Tokens of a step in which stock vLLM prefills and decodes in one batch; 0: the lanes do it."""
-        if self._step_clock is None or (self._residency is not None and self._bound_lane()):
+        if not self._pdmux_policy.fuses or (self._residency is not None and self._bound_lane()):
             return 0
         decoding = [request for request in self.running if not request.is_prefill_chunk]
         context_tokens = sum(request.num_computed_tokens for request in decoding)

@@ -210,9 +210,10 @@ MALFORMED = {
     "object": ("!!python/object/apply:os.getcwd []", "is not YAML or JSON ("),
     "policy": (
         "policy: slow",
-        "policy is 'slow' (a string) but must be 'table' or 'fixed' or 'slo': change it (the default is table)",
+        "policy is 'slow' (a string) but must be 'table' or 'fixed' or 'slo' or 'off': change it (the default is "
+        "table)",
     ),
-    "policy number": ('policy: "8"', "must be 'table' or 'fixed' or 'slo': change it"),
+    "policy number": ('policy: "8"', "must be 'table' or 'fixed' or 'slo' or 'off': change it"),
     "lane": ("lane: 2", "lane is 2 but must be 'threaded' or 'serial'"),
     "enabled": ("enabled: 1", "enabled is 1 but must be true or false"),
     "layers 0": ("layers_per_group: 0", "layers_per_group is 0 but must be an integer, at least 1"),
@@ -443,6 +444,10 @@ class TestTarget:
 
     def test_the_policy_needs_no_target(self):
         assert resolve({"policy": "slo"}, {}).config.itl_slo_ms is None
+
+    def test_off_may_be_written_as_yaml_reads_it(self, write):
+        assert resolve({"config": write("policy: off")}, {}).config.policy == "off"
+        assert resolve({"policy": "off"}, {}).config.policy == "off"
 
     @pytest.mark.parametrize("policy", [{"policy": "table"}, {"policy": "fixed", "fixed_group": 1}])
     def test_another_policy_that_is_named_beside_it_is_an_error(self, policy):

@@ -110,7 +110,13 @@ def test_each_division_says_how_the_lanes_share(capsys, tmp_path, sharing, expec
 
 
 @pytest.mark.parametrize(
-    "policy", ["policy: fixed\nfixed_group: 3", "sm_group_num: 3\nmanual_divisions: [[66, 66, 5]]", "itl_slo_ms: 25"]
+    "policy",
+    [
+        "policy: fixed\nfixed_group: 3",
+        "sm_group_num: 3\nmanual_divisions: [[66, 66, 5]]",
+        "itl_slo_ms: 25",
+        "policy: off",
+    ],
 )
 def test_every_policy_has_a_table(capsys, tmp_path, policy):
     path = tmp_path / "pdmux.yml"

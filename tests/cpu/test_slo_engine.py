@@ -7,7 +7,7 @@ from driver import ENGINE, Arrival, prompt
 from tokens import assert_same
 from vllm import SamplingParams
 
-from vllm_pdmux.policy import Kind, PromptWork, SloPolicy
+from vllm_pdmux.policy import Kind, OffPolicy, PromptWork, SloPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.table import TablePolicy
 from vllm_pdmux.step_clock import StepClock
@@ -38,7 +38,7 @@ def slo(slo_engine):
 class Spy:
     """A policy that notes what it is told."""
 
-    observes = True
+    observes = fuses = True
 
     def __init__(self, layers=2, fused=0):
         self._table = TablePolicy((), 6, 36, LayerRule(layers_per_group=layers))
@@ -175,6 +175,13 @@ def test_nobody_is_overtaken_twice_in_succession(slo):
     until = max(i for i, is_long in enumerate(of_long) if is_long)
     pairs = list(zip(of_long[:until], of_long[1:until]))
     assert (True, False) in pairs and (False, False) not in pairs
+
+
+def test_off_is_stock_vllm_through_the_plugin(slo, stock):
+    slo.scheduler._pdmux_policy, slo.scheduler._step_clock = OffPolicy(6), None
+    assert_same(slo.run(arrivals()), stock.run(arrivals()))
+    steps = slo.scheduler.pdmux_trace.steps
+    assert steps and not any(step.batch_id is not None or step.end_layer for step in steps)
 
 
 class TestClock:

@@ -15,7 +15,7 @@ FUSED = [None, None, (16, 2), (40, 3), (200, 2)]
 class Fusing:
     """A policy that fuses every so often, and else does what another one decides."""
 
-    observes = True
+    observes = fuses = True
 
     def __init__(self, policy, tokens, every):
         self._policy, self._tokens, self._every = policy, tokens, every

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from vllm_pdmux.cli import CommandError
 from vllm_pdmux.config import ConfigError, Resolved, resolve
-from vllm_pdmux.policy import Load, Policy, SloPolicy, TablePolicy
+from vllm_pdmux.policy import Load, OffPolicy, Policy, SloPolicy, TablePolicy
 from vllm_pdmux.policy_from_config import build_policy
 from vllm_pdmux.spatial import Group, SplitError, stream_groups
 
@@ -105,6 +105,8 @@ def _uses(groups: Sequence[Group], policy: Policy) -> list[str]:
         uses = [f"decode batch >= {first}" for first in firsts]
         if min(firsts) > 1:
             uses[0] += ", or below every threshold"
+    elif isinstance(policy, OffPolicy):
+        uses = ["never"] * (len(groups) - 2)
     elif isinstance(policy, SloPolicy):
         uses = ["as measured steps allow"] * (len(groups) - 2)
     else:

@@ -4,6 +4,7 @@
 from vllm_pdmux.policy.estimates import DecodeAlone, Share
 from vllm_pdmux.policy.fixed import FixedPolicy
 from vllm_pdmux.policy.layers import LayerRule
+from vllm_pdmux.policy.off import OffPolicy
 from vllm_pdmux.policy.slo import SloPolicy, Target
 from vllm_pdmux.policy.table import TablePolicy
 from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Policy, Prompt
@@ -18,6 +19,7 @@ __all__ = [
     "LayerRule",
     "Load",
     "Observation",
+    "OffPolicy",
     "Policy",
     "Prompt",
     "PromptWork",

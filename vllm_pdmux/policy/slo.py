@@ -52,7 +52,7 @@ class SloPolicy:
     many layers that the step ends in time. `log` is told, once, of a target that no group can meet.
     """
 
-    observes = True
+    observes = fuses = True
 
     def __init__(
         self,

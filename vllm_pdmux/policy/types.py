@@ -7,6 +7,7 @@ from typing import Protocol
 
 # More layers than any model has: "the rest of this prefill". A number, so that it can be compared and sent as it is.
 ALL_LAYERS = 1 << 30
+ALL_TOKENS = 1 << 30  # likewise: as many as vLLM's own limit
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Policy(Protocol):
     """Decides how the lanes share the device. One object serves one scheduler; its decisions travel to all ranks."""
 
     observes: bool  # whether `observe` wants to be called
+    fuses: bool  # whether `fused_tokens` may be anything but 0
 
     def decide(self, load: Load) -> Decision: ...
 
@@ -78,7 +80,7 @@ class Policy(Protocol):
 class Unlearning:
     """A policy that decides by the load alone and never fuses."""
 
-    observes = False
+    observes = fuses = False
 
     def fused_tokens(self, load: Load) -> int:
         """Never."""

@@ -157,7 +157,9 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
             (properties.major, properties.minor),
             source=resolved.origins["manual_divisions"],
         )[1:-1]
-        if settings.policy == "fixed":
+        if settings.policy == "off":
+            groups = ()
+        elif settings.policy == "fixed":
             groups = [group for group in groups if group.index == settings.fixed_group] or groups[-1:]
         name = "cuda" if settings.backend == "auto" else settings.backend
         self._backend = open_backend(name, torch.cuda.current_device())  # keeps what the streams live in
