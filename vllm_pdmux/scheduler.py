@@ -18,7 +18,6 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -26,10 +25,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_pdmux.activation import require_active, settings_of
 from vllm_pdmux.hiding import Hiding
+from vllm_pdmux.loads import Loads
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
 from vllm_pdmux.model_size import decode_alone, prompt_work
 from vllm_pdmux.outputs import merge_outputs, outputs_of_ended
-from vllm_pdmux.policy import Load, Prompt, PromptWork
+from vllm_pdmux.policy import PromptWork
 from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
 from vllm_pdmux.residency import Residency
@@ -42,7 +42,7 @@ DECODE, PREFILL = "decode", "prefill"  # the lanes
 LAYERS_BEFORE_NEXT = 0.5  # share of a batch's layers that is launched when the next batch is admitted behind it
 
 
-class PDMuxSchedulerMixin(Hiding):
+class PDMuxSchedulerMixin(Hiding, Loads):
     """Over one of vLLM's schedulers. It hides requests and delegates; no scheduling is done here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ class PDMuxSchedulerMixin(Hiding):
         """The decode lane's step, with the order for the prefill lane on it."""
         if not self._batches and not self._both_lanes_have_work(throttle_prefills):
             return self._stock_step(throttle_prefills)
-        if not self._batches and (tokens := self._fused_tokens()):
+        if not self._batches and self._may_fuse() and (tokens := self._tokens_of_fused_step()):
             with self._limited_to(tokens):
                 return self._stock_step(throttle_prefills)
         finished, self.finished_req_ids = self.finished_req_ids, set()  # for the view that goes to both runners
@@ -101,7 +101,8 @@ class PDMuxSchedulerMixin(Hiding):
         """Both lanes' results of a step, as one set of outputs."""
         report = report_of(model_runner_output)
         if self._step_clock is not None:
-            self._step_clock.done(scheduler_output, self._work_through(report))
+            batch = None if report is None else self._batch(report.batch_id)
+            self._step_clock.done(scheduler_output, self._work_through(report, batch))
         from_lane = {} if report is None else self._update_lane(report)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.pdmux_trace.record(scheduler_output, order_of(scheduler_output), report)
@@ -117,29 +118,8 @@ class PDMuxSchedulerMixin(Hiding):
             self._step_clock.scheduled(output, order, self.requests)
         return attach_order(output, order)
 
-    def _fused_tokens(self) -> int:
-        """Tokens of a step in which stock vLLM prefills and decodes in one batch; 0: the lanes do it."""
-        if not self._pdmux_policy.fuses or (self._residency is not None and self._bound_lane()):
-            return 0
-        decoding = [request for request in self.running if not request.is_prefill_chunk]
-        context_tokens = sum(request.num_computed_tokens for request in decoding)
-        begun = next((request for request in self.running if request.is_prefill_chunk), None)
-        load = Load(
-            len(decoding),
-            self.max_num_scheduled_tokens,
-            self._model_layers,
-            context_tokens,
-            computed_tokens=begun.num_computed_tokens if begun is not None else 0,
-        )
-        tokens = self._pdmux_policy.fused_tokens(load)
-        return tokens and len(decoding) + tokens
-
-    def _work_through(self, report: LaneReport | None) -> float:
-        """The prefill work of the layers that were run in a step."""
-        batch = None if report is None else self._batch(report.batch_id)
-        if report is None or batch is None:
-            return 0.0
-        return batch.work * (report.end_layer - report.first_layer) / self._model_layers
+    def _may_fuse(self) -> bool:
+        return self._pdmux_policy.fuses and (self._residency is None or self._bound_lane() is None)
 
     def _both_lanes_have_work(self, throttle_prefills: bool) -> bool:
         if self._pause_state == PauseState.PAUSED_ALL:
@@ -197,27 +177,6 @@ class PDMuxSchedulerMixin(Hiding):
             self._next_batch_id += 1
         return batch, output.preempted_req_ids or set()
 
-    def _is_overtaken(self, begun: list[Request]) -> bool:
-        """Whether this batch leaves out the first prompt that is half done, for another one or the first that waits."""
-        if self._step_clock is None or not begun or self.policy != SchedulingPolicy.FCFS:
-            return False
-        now_s = time.time()
-
-        def prompt(request: Request) -> Prompt:
-            left = request.num_tokens - request.num_computed_tokens
-            work = self._prompt_work.of(left, request.num_computed_tokens)
-            return Prompt(work, (now_s - request.arrival_time) * 1e3)
-
-        first, *others = map(prompt, begun)
-        if self.waiting:
-            others.append(prompt(self.waiting.peek_request()))
-        return any(self._pdmux_policy.overtakes(other, first) for other in others)
-
-    def _work_of(self, output: SchedulerOutput) -> float:
-        """The prefill work of a batch that has just been scheduled."""
-        scheduled = output.num_scheduled_tokens.items()
-        return sum(self._prompt_work.of(n, self.requests[i].num_computed_tokens - n) for i, n in scheduled)
-
     def _schedule_decode(self) -> SchedulerOutput:
         in_lane = {req_id for batch in self._batches for req_id in batch.requests}
         decoding, others = [], []
@@ -241,11 +200,7 @@ class PDMuxSchedulerMixin(Hiding):
         if not self._batches:
             return PrefillOrder()
         last = self._batches[-1]
-        decoding = output.num_scheduled_tokens
-        context_tokens = 0
-        if self._step_clock is not None:
-            context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)
-        load = Load(len(decoding), last.num_tokens, self._model_layers, context_tokens, last.work)
+        load = self._load_beside(output, last)
         decision = self._pdmux_policy.decide(load)
         if begun is None:
             return PrefillOrder(last.id, decision.layers, group=decision.group)

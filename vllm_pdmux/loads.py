@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the policy is asked and told: from vLLM's requests and steps to loads, prompts and their work."""
+
+from __future__ import annotations
+
+import time
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.request import Request
+
+from vllm_pdmux.messages import LaneReport
+from vllm_pdmux.policy import Load, Policy, Prompt, PromptWork
+from vllm_pdmux.prefill_batch import PrefillBatch
+from vllm_pdmux.step_clock import StepClock
+
+
+class Loads:
+    """A mixin over one of vLLM's schedulers; it reads and changes nothing."""
+
+    _pdmux_policy: Policy
+    _prompt_work: PromptWork
+    _model_layers: int
+    _step_clock: StepClock | None  # None: the policy does not learn
+
+    def _tokens_of_fused_step(self) -> int:
+        """Of a step in which stock vLLM prefills and decodes in one batch; 0: the lanes do it."""
+        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        begun = next((request for request in self.running if request.is_prefill_chunk), None)
+        load = Load(
+            len(decoding),
+            self.max_num_scheduled_tokens,
+            self._model_layers,
+            sum(request.num_computed_tokens for request in decoding),
+            computed_tokens=begun.num_computed_tokens if begun is not None else 0,
+        )
+        tokens = self._pdmux_policy.fused_tokens(load)
+        return tokens and len(decoding) + tokens
+
+    def _load_beside(self, output: SchedulerOutput, batch: PrefillBatch) -> Load:
+        """Of a step with `batch` in the lane and the decode step `output`."""
+        decoding = output.num_scheduled_tokens
+        context_tokens = 0
+        if self._step_clock is not None:
+            context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)
+        return Load(len(decoding), batch.num_tokens, self._model_layers, context_tokens, batch.work)
+
+    def _is_overtaken(self, begun: list[Request]) -> bool:
+        """Whether a batch leaves out the first prompt that is half done, for another one or the first that waits."""
+        if self._step_clock is None or not begun or self.policy != SchedulingPolicy.FCFS:
+            return False
+        now_s = time.time()
+
+        def prompt(request: Request) -> Prompt:
+            left = request.num_tokens - request.num_computed_tokens
+            work = self._prompt_work.of(left, request.num_computed_tokens)
+            return Prompt(work, (now_s - request.arrival_time) * 1e3)
+
+        first, *others = map(prompt, begun)
+        if self.waiting:
+            others.append(prompt(self.waiting.peek_request()))
+        return any(self._pdmux_policy.overtakes(other, first) for other in others)
+
+    def _work_of(self, output: SchedulerOutput) -> float:
+        """The prefill work of a batch that has just been scheduled."""
+        scheduled = output.num_scheduled_tokens.items()
+        return sum(self._prompt_work.of(n, self.requests[i].num_computed_tokens - n) for i, n in scheduled)
+
+    def _work_through(self, report: LaneReport | None, batch: PrefillBatch | None) -> float:
+        """The prefill work of the layers of `batch` that were run in a step."""
+        if report is None or batch is None:
+            return 0.0
+        return batch.work * (report.end_layer - report.first_layer) / self._model_layers
