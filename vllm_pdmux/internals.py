@@ -140,6 +140,16 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.v1.request", "Request", "_all_token_ids", "residency"),
     # The forward pass.
     *_all("vllm.forward_context", "", "_forward_context", "worker.process_state"),
+    *_all(
+        "vllm.v1.sample.ops.topk_topp_triton",
+        "",
+        "_TRITON_BUFFER_CACHE _TRITON_SPLIT_CACHE",
+        "worker.process_state",
+    ),
+    *_all(_RUNNER_V2, "GPUModelRunner", "attn_groups", "worker.gpu"),
+    *_all(_RUNNER, "GPUModelRunner", "attn_groups", "worker.gpu"),
+    *_all("vllm.v1.worker.utils", "AttentionGroup", "backend", "worker.gpu"),
+    *_all("vllm.v1.attention.backend", "AttentionBackend", "get_name", "worker.gpu"),
     *_all("vllm.forward_context", "ForwardContext", "no_compile_layers", "worker.layer_view"),
     *_all("vllm.model_executor.layers.attention_layer_base", "", "AttentionLayerBase", "worker.prefill_runner"),
     *_all("vllm.config.vllm", "VllmConfig", "compilation_config", "worker.prefill_runner"),

@@ -66,8 +66,10 @@ class Loads:
         scheduled = output.num_scheduled_tokens.items()
         return sum(self._prompt_work.of(n, self.requests[i].num_computed_tokens - n) for i, n in scheduled)
 
-    def _work_through(self, report: LaneReport | None, batch: PrefillBatch | None) -> float:
-        """The prefill work of the layers of `batch` that were run in a step."""
-        if report is None or batch is None:
-            return 0.0
-        return batch.work * (report.end_layer - report.first_layer) / self._model_layers
+    def _work_through(self, report: LaneReport | None) -> float:
+        """The prefill work of the layers that were run in a step."""
+        work = 0.0
+        for run in report.runs if report is not None else ():
+            if (batch := self._batch(run.batch_id)) is not None:
+                work += batch.work * (run.end_layer - run.first_layer) / self._model_layers
+        return work

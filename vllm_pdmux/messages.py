@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -34,16 +34,29 @@ class PrefillOrder:
     drop: int | None = None  # no batch up to this one may run again: their KV blocks may be reused from this step on
 
 
+class Run(NamedTuple):
+    """Layers [first_layer, end_layer) of a batch that were run in one engine step."""
+
+    batch_id: int
+    first_layer: int
+    end_layer: int
+
+
 @dataclass(frozen=True)
 class LaneReport:
     """What the prefill lane did in one engine step."""
 
-    batch_id: int
-    first_layer: int  # layers [first_layer, end_layer) of the batch ran in this step
-    end_layer: int
+    batch_id: int  # the first batch that has ended, else one whose layers were run
+    runs: tuple[Run, ...] = ()  # one for each batch, in order
+    is_saturated: bool = True  # whether there were layers for the device to run during all of the step
     # An asynchronous output is a handle to wait on; it is resolved before the report reaches the scheduler.
     output: ModelRunnerOutput | None = None  # set when the batch has run all its layers and was sampled
     error: str | None = None  # set when the batch raised; its KV is not valid
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Of the report's batch: the first layer and the end of those that were run in this step."""
+        return next(((run.first_layer, run.end_layer) for run in self.runs if run.batch_id == self.batch_id), (0, 0))
 
     @property
     def ended(self) -> bool:

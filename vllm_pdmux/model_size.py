@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_pdmux.policy import DecodeAlone, PromptWork
 
@@ -25,14 +25,21 @@ def prompt_work(vllm_config: VllmConfig) -> PromptWork:
     return PromptWork(2.0 * _parameters(vllm_config) / pair)
 
 
-def _parameters(vllm_config: VllmConfig) -> int:
+def _parameters(vllm_config: VllmConfig) -> float:
     """Weights that a token goes through."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text = model.hf_text_config
     layers, head, hidden = model.get_num_layers(parallel), model.get_head_size(), model.get_hidden_size()
     kv_heads, heads = model.get_num_kv_heads(parallel), model.get_num_attention_heads(parallel)
     # Of a mixture of experts those that are chosen for it; a larger batch reads more, which is learned.
-    experts = getattr(text, "num_experts_per_tok", None) or 1
-    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * hidden)
+    experts = _number(getattr(text, "num_experts_per_tok", None), 1)
+    width = _number(getattr(text, "intermediate_size", None), 4 * hidden)
+    width = _number(getattr(text, "moe_intermediate_size", None), width)
     attention = hidden * head * 2 * (heads + kv_heads)
     return layers * (attention + 3 * hidden * width * experts) + hidden * model.get_vocab_size()
+
+
+def _number(value: Any, default: float) -> float:
+    """A size, the mean where a config lists one for each layer, or `default` where it has none."""
+    values = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, (int, float))]
+    return sum(values) / len(values) if values and sum(values) > 0 else default

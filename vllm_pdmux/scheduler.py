@@ -101,8 +101,8 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         """Both lanes' results of a step, as one set of outputs."""
         report = report_of(model_runner_output)
         if self._step_clock is not None:
-            batch = None if report is None else self._batch(report.batch_id)
-            self._step_clock.done(scheduler_output, self._work_through(report, batch))
+            is_saturated = report is not None and report.is_saturated
+            self._step_clock.done(scheduler_output, self._work_through(report), is_saturated)
         from_lane = {} if report is None else self._update_lane(report)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.pdmux_trace.record(scheduler_output, order_of(scheduler_output), report)
@@ -218,10 +218,12 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         return next((batch for batch in self._batches if batch.id == batch_id), None)
 
     def _update_lane(self, report: LaneReport) -> dict[int, EngineCoreOutputs]:
+        for run in report.runs:
+            if (ran := self._batch(run.batch_id)) is not None:
+                ran.layers_launched = max(ran.layers_launched, run.end_layer)
         batch = self._batch(report.batch_id)
         if batch is None:
             return {}  # dropped meanwhile
-        batch.layers_launched = max(batch.layers_launched, report.end_layer)
         if not report.ended:
             return {}
         assert batch is self._batches[0], "batches leave the lane in order"

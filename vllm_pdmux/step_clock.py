@@ -63,12 +63,15 @@ class StepClock:
             step = _Scheduled(self._clock_s(), kind, decode_batch, context_tokens, prefill_work, order.group)
             setattr(output, _STEP, step)
 
-    def done(self, output: SchedulerOutput, beside_work: float) -> None:
-        """The step `output` has come back; `beside_work`: of the prompts that went through the lane meanwhile."""
+    def done(self, output: SchedulerOutput, beside_work: float, is_saturated: bool) -> None:
+        """The step `output` has come back; `beside_work`: of the prompts that went through the lane meanwhile.
+
+        Where the lane was not `is_saturated` the step ran partly alone: it says nothing of either.
+        """
         now_s, last_s = self._clock_s(), self._last_s
         self._last_s = now_s
         step: _Scheduled | None = getattr(output, _STEP, None)
-        if step is None:
+        if step is None or (step.kind is Kind.BESIDE and not is_saturated):
             return
         self._policy.observe(
             Observation(

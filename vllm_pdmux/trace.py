@@ -47,6 +47,7 @@ class StepTrace:
         """Keep the step whose `output`, order and report these are."""
         if self._steps is None:
             return
+        first_layer, end_layer = report.layers if report is not None else (0, 0)
         started = order.start if order is not None else None
         self._steps.append(
             StepRecord(
@@ -54,8 +55,8 @@ class StepTrace:
                 decode_batch=len(output.num_scheduled_tokens),
                 decode_tokens=output.total_num_scheduled_tokens,
                 batch_id=order.batch_id if order is not None else None,
-                first_layer=report.first_layer if report is not None else 0,
-                end_layer=report.end_layer if report is not None else 0,
+                first_layer=first_layer,
+                end_layer=end_layer,
                 prefill_tokens=started.total_num_scheduled_tokens if started is not None else 0,
                 batch_ended=report.ended if report is not None else False,
             )

@@ -65,9 +65,10 @@ class TestByHand:
     def test_a_lane_slows_each_step_by_the_slowdown_and_takes_longer_by_the_pace(self):
         result = simulate(PLAIN, [Arrival(0, 100, 50), Arrival(100, 1000, 2)], fixed())
         slow = [gap for gap, _ in result.gaps_ms if gap > 10]
-        assert slow == [15] * 14  # 100 ms of prefill at half its pace, in steps of 15 ms
-        assert result.residency_ms == {1: 210}
-        assert sorted(result.ttft_ms) == [10, 210]
+        # 100 ms of prefill at half its pace in steps of 15 ms, the last of which is one third beside it.
+        assert slow[:-1] == [15] * 13 and slow[-1] == pytest.approx(10 + 5 / 3)
+        assert result.residency_ms[1] == pytest.approx(195 + 10 + 5 / 3)
+        assert sorted(result.ttft_ms) == pytest.approx([10, 195 + 10 + 5 / 3])
 
     def test_a_long_prompt_goes_through_the_lane_in_batches(self):
         whole = simulate(PLAIN, [Arrival(0, 100, 100), Arrival(50, 2000, 2)], fixed(), max_prefill_tokens=2000)

@@ -45,10 +45,22 @@ class Device:
         self._random = random.Random(seed)
         self._noise = noise
         draw = lambda: 1 + self._random.uniform(-error, error)  # noqa: E731
-        self.slowdowns = [draw() * self._slowdown(share) for share in shares]
+        self.slowdowns = self._monotone(shares, [draw() * self._slowdown(share) for share in shares])
         self.rates = [
             draw() * self.FULL_RATE * share.prefill_share * (0.86 if share.is_disjoint else 0.65) for share in shares
         ]
+
+    @staticmethod
+    def _monotone(shares, values):
+        """With more SMs for prefill decode is never faster, whatever the error."""
+        found = list(values)
+        for kind in (False, True):
+            places = sorted(
+                (p for p, s in enumerate(shares) if s.is_disjoint == kind), key=lambda p: shares[p].prefill_share
+            )
+            for place, value in zip(places, sorted(values[place] for place in places)):
+                found[place] = value
+        return found
 
     @staticmethod
     def _slowdown(share):
@@ -232,6 +244,64 @@ def test_it_follows_a_device_that_becomes_slower():
     serve(slo, device, load(), 300)
     steps = serve(slo, device, load(), 300)
     assert sum(ms > target_ms for _, ms in steps) <= 0.1 * len(steps)
+
+
+class TestRecovery:
+    """Whatever it was told, it comes back to the best group."""
+
+    def settled(self, shares, seed=3):
+        device = Device(shares, seed, error=0.1)
+        target_ms = 1.9 * device.alone_ms(load())
+        slo = policy(shares, target_ms)
+        return device, target_ms, slo
+
+    def share_of_best(self, slo, device, target_ms, steps=3000):
+        reached = serve(slo, device, load(), steps)[-500:]
+        rate = sum(device.rates[group - 1] * ms for group, ms in reached) / sum(ms for _, ms in reached)
+        return rate / device.best(load(), target_ms)
+
+    @pytest.mark.parametrize("shares", [CAPPED, [*CAPPED, *DISJOINT]], ids=["capped", "both"])
+    def test_when_no_step_was_ever_alone(self, shares):
+        device, target_ms, slo = self.settled(shares)
+        assert self.share_of_best(slo, device, target_ms) >= 0.85
+
+    def test_when_the_first_steps_were_slow(self):
+        device, target_ms, slo = self.settled(CAPPED)
+        for times in (9.0, 3.0, 2.0, 1.0, 1.0):
+            slo.observe(Observation(Kind.DECODE, times * device.alone_ms(load()), 32, 65536))
+        assert self.share_of_best(slo, device, target_ms) >= 0.93
+
+    @pytest.mark.parametrize(("steps", "times"), [(60, 1.5), (60, 3.0), (300, 2.0), (300, 3.0)])
+    def test_after_a_disturbance(self, steps, times):
+        device, target_ms, slo = self.settled(CAPPED)
+        device.warm_up(slo, load(), prefill=False)
+        serve(slo, device, load(), 500)
+        usual = device.slowdowns
+        device.slowdowns = [times * slowdown for slowdown in usual]
+        serve(slo, device, load(), steps)
+        device.slowdowns = usual
+        assert self.share_of_best(slo, device, target_ms, 6000) >= 0.93
+
+    def test_what_a_disturbance_said_of_a_group_does_not_make_another_the_safest(self):
+        device, target_ms, slo = self.settled(CAPPED)
+        device.warm_up(slo, load(), prefill=False)
+        serve(slo, device, load(), 500)
+        usual = device.slowdowns
+        device.slowdowns = [3 * slowdown for slowdown in usual]
+        serve(slo, device, load(), 300)
+        device.slowdowns = usual
+        serve(slo, device, load(), 1000)
+        assert slo._beside.slowdown(len(CAPPED)) == min(slo._beside.slowdown(group) for group in range(1, 6))
+
+    def test_after_prompts_that_hardly_used_the_lane(self):
+        device, target_ms, slo = self.settled(CAPPED)
+        device.warm_up(slo, load(), prefill=False)
+        serve(slo, device, load(), 500)
+        usual = device.rates
+        device.rates = [0.2 * rate for rate in usual]
+        serve(slo, device, load(), 3000)
+        device.rates = usual
+        assert self.share_of_best(slo, device, target_ms, 4000) >= 0.93
 
 
 class TestWithoutPartitions:

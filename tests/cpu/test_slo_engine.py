@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slo policy in a real engine: it is told of every step, decides, and changes no token."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny_model
 from driver import ENGINE, Arrival, prompt
 from tokens import assert_same
 from vllm import SamplingParams
 
+from vllm_pdmux.messages import PrefillOrder
 from vllm_pdmux.policy import Kind, OffPolicy, PromptWork, SloPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.table import TablePolicy
@@ -193,7 +196,7 @@ class TestClock:
         outputs = [scheduled(steps, clock, at) for at in (1.0, 1.1)]
         for output, at in zip(outputs, (1.5, 1.8)):
             clock.now = at
-            steps.done(output, 0.0)
+            steps.done(output, 0.0, True)
         assert [step.step_ms for step in spy.seen] == pytest.approx([500, 300])
 
     def test_time_with_nothing_to_do_is_nobodys(self):
@@ -202,12 +205,23 @@ class TestClock:
         for at in (1.0, 100.0):
             output = scheduled(steps, clock, at)
             clock.now += 0.02
-            steps.done(output, 0.0)
+            steps.done(output, 0.0, True)
         assert [step.step_ms for step in spy.seen] == pytest.approx([20, 20])
+
+    @pytest.mark.parametrize("is_saturated", [False, True])
+    def test_a_step_whose_lane_ran_dry_says_nothing(self, is_saturated):
+        spy, clock = Spy(), Hand()
+        steps = StepClock(spy, PromptWork(), clock)
+        output = scheduled(steps, clock, 1.0, PrefillOrder(batch_id=3, group=2))
+        clock.now = 1.5
+        steps.done(output, 70.0, is_saturated)
+        assert [(step.kind, step.group, step.prefill_work) for step in spy.seen] == [
+            (Kind.BESIDE, 2, 70.0)
+        ] * is_saturated
 
     def test_a_step_that_was_not_seen_when_it_was_scheduled_is_not_told(self):
         spy, clock = Spy(), Hand()
-        StepClock(spy, PromptWork(), clock).done(Output({}), 0.0)
+        StepClock(spy, PromptWork(), clock).done(Output({}), 0.0, True)
         assert spy.seen == []
 
 
@@ -225,14 +239,10 @@ class Output:
         self.num_scheduled_tokens = num_scheduled_tokens
 
 
-def scheduled(steps, clock, at):
-    from types import SimpleNamespace
-
-    from vllm_pdmux.messages import PrefillOrder
-
+def scheduled(steps, clock, at, order=PrefillOrder()):
     clock.now = at
     output = Output({"one": 1})
-    steps.scheduled(output, PrefillOrder(), {"one": SimpleNamespace(num_computed_tokens=5)})
+    steps.scheduled(output, order, {"one": SimpleNamespace(num_computed_tokens=5)})
     return output
 
 

@@ -13,17 +13,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# A correction forgets half of what it knew in so many steps; one step moves it by no more than STEP_LIMIT.
+# A correction forgets half of what it knew in so many steps; one step moves it by no more than STEP_LIMIT. What is
+# peculiar to a group is forgotten slowly, what all groups have in common at a time quickly.
 HALF_LIFE_STEPS = 20
+SLOW_HALF_LIFE_STEPS = 150
 STEP_LIMIT = 1.5
 # A group's first steps, which may be slow for other reasons, do not outweigh the prior at once.
 PRIOR_STEPS = 2
 # What was never seen is hoped to be this much better than the prior, which was off by 16 % at most where it was
 # measured; what has not been seen for so many steps beside prefill, a little better. Else a group would be left out for
-# ever by a belief that is wrong or old.
+# ever by a belief that is wrong.
 HOPE_UNSEEN = 0.8
 HOPE_OLD = 0.93
 STEPS_UNTIL_OLD = 1000
+FIRST_SAMPLES = 5
 # A prior is not trusted beyond this, nor is what was learned: a fault of the clock must not shut a lane out.
 SLOWDOWN_LIMITS = (1.0, 20.0)
 
@@ -35,13 +38,14 @@ class Average:
     value: float
     weight: float = 0.0  # steps that it rests on, up to what is remembered; that of a prior is how much it is trusted
     is_seen: bool = False  # whether any sample has come
+    half_life_steps: float = HALF_LIFE_STEPS
 
     def add(self, sample: float) -> None:
         """Move towards `sample`: fast at first, slowly later, and never far at once."""
         if self.is_seen:
             sample = min(max(sample, self.value / STEP_LIMIT), self.value * STEP_LIMIT)
         self.is_seen = True
-        self.weight = min(self.weight + 1, HALF_LIFE_STEPS * 1.44)
+        self.weight = min(self.weight + 1, self.half_life_steps * 1.44)
         self.value += (sample - self.value) / self.weight
 
 
@@ -51,16 +55,17 @@ class Rate:
 
     work: float = 0.0
     ms: float = 0.0
+    half_life_steps: float = HALF_LIFE_STEPS
 
     def add(self, work: float, ms: float) -> None:
         """A step of `ms` in which `work` went through."""
-        keep = 0.5 ** (1 / HALF_LIFE_STEPS)
+        keep = 0.5 ** (1 / self.half_life_steps)
         self.work, self.ms = self.work * keep + work, self.ms * keep + ms
 
     @property
     def value(self) -> float | None:
-        """None before any work has been seen."""
-        return self.work / self.ms if self.work > 0 and self.ms > 0 else None
+        """None before any work worth the name has been seen."""
+        return self.work / self.ms if self.work > 1e-3 and self.ms > 1e-3 else None
 
 
 class DecodeAlone:
@@ -78,6 +83,7 @@ class DecodeAlone:
         self._fixed = weight_bytes * (1 + self.FIXED_SHARE)
         self._per_token = kv_bytes_per_token
         self._scale: Average | None = None
+        self._samples = 0
 
     @property
     def is_known(self) -> bool:
@@ -85,11 +91,25 @@ class DecodeAlone:
         return self._scale is not None
 
     def add(self, decode_batch: int, context_tokens: int, step_ms: float) -> None:
-        """Learn from a decode step with nothing beside it."""
+        """Learn from a decode step with nothing beside it. Of the first ones, which warm up, the fastest counts."""
         sample = step_ms / self._size(decode_batch, context_tokens)
         if self._scale is None:
             self._scale = Average(sample)
-        self._scale.add(sample)
+        self._samples += 1
+        if self._samples <= FIRST_SAMPLES:
+            self._scale.value = min(self._scale.value, sample)
+        else:
+            self._scale.add(sample)
+
+    def bound(self, decode_batch: int, context_tokens: int, step_ms: float, slowdown: float) -> None:
+        """Learn from a step with prefill beside it, which is believed to slow it down: alone it takes no longer.
+
+        Where no step has ever been alone this is all there is to begin with.
+        """
+        if self._scale is None:
+            self.add(decode_batch, context_tokens, step_ms / slowdown)
+        elif step_ms < self.ms(decode_batch, context_tokens):
+            self.add(decode_batch, context_tokens, step_ms)
 
     def ms(self, decode_batch: int, context_tokens: int) -> float:
         """The expected time; 0 before any step has been seen."""
@@ -116,14 +136,26 @@ class Belief(NamedTuple):
 
 
 class Beside:
-    """For each group: how much slower a decode step is than alone, and prefill work per ms."""
+    """For each group: how much slower a decode step is than alone, and prefill work per ms.
+
+    Each is a prior, times what is peculiar to the group (learned slowly, and kept while other groups are in use), times
+    what all groups have in common at present (learned quickly): a disturbance, or other prompts.
+    """
 
     def __init__(self, shares: Iterable[Share]):
         self._shares = tuple(shares)
         self._prior_slowdowns = [_slowdown(share) for share in self._shares]
         self._prior_rates = [_rate(share) for share in self._shares]
-        self._slowdowns = [Average(prior, PRIOR_STEPS) for prior in self._prior_slowdowns]
-        self._rates = [Rate() for _ in self._shares]
+        slow = SLOW_HALF_LIFE_STEPS
+        self._slower = [Average(1.0, PRIOR_STEPS, half_life_steps=slow) for _ in self._shares]
+        self._slower_now = Average(1.0, PRIOR_STEPS)
+        self._faster = [Rate(half_life_steps=slow) for _ in self._shares]  # over the prior
+        self._faster_now = Rate()  # over the prior and what is peculiar
+        # Of each kind, the groups from the most SMs for prefill to the fewest.
+        order = sorted(range(len(self._shares)), key=lambda place: -self._shares[place].prefill_share)
+        self._falling = [
+            [place for place in order if self._shares[place].is_disjoint == kind] for kind in (False, True)
+        ]
         self._steps = 0
         self._seen_at = [0 for _ in self._shares]
 
@@ -132,30 +164,38 @@ class Beside:
         self._steps += 1
         self._seen_at[group - 1] = self._steps
         low, high = SLOWDOWN_LIMITS
-        self._slowdowns[group - 1].add(min(max(slowdown, low), high))
+        times = min(max(slowdown, low), high) / self._prior_slowdowns[group - 1]
+        self._slower[group - 1].add(times)
+        self._slower_now.add(times / self._slower[group - 1].value)
 
     def add_prefill(self, group: int, work: float, ms: float) -> None:
         """Learn the pace of the prefill lane in `group`."""
-        self._rates[group - 1].add(work, ms)
+        over_prior = work / self._prior_rates[group - 1]
+        faster = self._faster[group - 1]
+        faster.add(over_prior, ms)
+        if faster.value is not None:
+            self._faster_now.add(over_prior / faster.value, ms)
 
     def beliefs(self) -> list[Belief]:
-        """Of all groups, in order. What is not known of one moves with what is known of the others."""
-        known = [
-            (one.value - 1) / (prior - 1)
-            for one, prior in zip(self._slowdowns, self._prior_slowdowns, strict=True)
-            if one.is_seen
+        """Of all groups, in order."""
+        seen = [rate.value for rate in self._faster if rate.value is not None]
+        usual = sum(seen) / len(seen) if seen else 1.0
+        faster_now, slower_now = self._faster_now.value or 1.0, self._slower_now.value
+        slowdowns = [
+            max(1.0, prior * slower.value * slower_now)
+            for prior, slower in zip(self._prior_slowdowns, self._slower, strict=True)
         ]
-        slower = sum(known) / len(known) if known else 1.0
-        rates = [rate.value for rate in self._rates]
-        seen = [rate / prior for rate, prior in zip(rates, self._prior_rates, strict=True) if rate is not None]
-        faster = sum(seen) / len(seen) if seen else 1.0
+        for falling in self._falling:
+            lowest = SLOWDOWN_LIMITS[1]
+            for place in falling:  # with fewer SMs for prefill decode is not slower
+                lowest = slowdowns[place] = min(slowdowns[place], lowest)
         return [
             Belief(
-                slowdown=one.value if one.is_seen else 1 + (one.value - 1) * slower,
-                rate=rate if rate is not None else prior * faster,
-                hope=self._hope(one, seen_at),
+                slowdowns[place],
+                self._prior_rates[place] * (faster.value or usual) * faster_now,
+                self._hope(place),
             )
-            for one, rate, prior, seen_at in zip(self._slowdowns, rates, self._prior_rates, self._seen_at, strict=True)
+            for place, faster in enumerate(self._faster)
         ]
 
     def slowdown(self, group: int) -> float:
@@ -165,12 +205,12 @@ class Beside:
     @property
     def knows_a_rate(self) -> bool:
         """Whether rates are in work per ms, or only relative."""
-        return any(rate.value is not None for rate in self._rates)
+        return any(rate.value is not None for rate in self._faster)
 
-    def _hope(self, slowdown: Average, seen_at: int) -> float:
-        if not slowdown.is_seen:
+    def _hope(self, place: int) -> float:
+        if not self._slower[place].is_seen:
             return HOPE_UNSEEN
-        return HOPE_OLD if self._steps - seen_at >= STEPS_UNTIL_OLD else 1.0
+        return HOPE_OLD if self._steps - self._seen_at[place] >= STEPS_UNTIL_OLD else 1.0
 
 
 def _slowdown(share: Share) -> float:

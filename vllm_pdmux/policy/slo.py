@@ -24,7 +24,7 @@ STAY, UNSETTLED = 6, 2
 TAIL_SHARE = 0.02
 TAIL_LIMITS = (1.02, 2.0)
 FIRST_TAIL = 1.15
-TAIL_STEP = 0.01
+TAIL_STEP = 0.03
 # A fused step takes about what decode takes alone, and the time of its prompt tokens on the whole device, but never
 # less than a floor; H200, 8B, four loads: 0.75 to 1.08 times, and 1.4 to 1.6 times decode alone.
 FUSED_FLOOR = 1.5
@@ -158,8 +158,8 @@ class SloPolicy:
         if rate is None or not load.prefill_work or not self._alone.is_known:
             return max(1, load.model_layers // 8)
         spare_ms = self._target.of(alone_ms) / self._tail - alone_ms
-        layer_ms = load.prefill_work / rate / load.model_layers
-        return max(1, int(spare_ms / layer_ms))
+        layer_ms = max(load.prefill_work / rate / load.model_layers, SHORTEST_STEP_MS)
+        return min(max(1, int(spare_ms / layer_ms)), ALL_LAYERS)
 
     # --- learning --------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,12 @@ class SloPolicy:
             self._alone.add(step.decode_batch, step.context_tokens, step.step_ms)
         elif step.kind is Kind.PREFILL:
             self._full_rate.add(step.prefill_work, step.step_ms)
-        elif self._alone.is_known:
+        else:
+            if step.kind is Kind.BESIDE and self._paced_by_device:
+                slowdown = self._beside.slowdown(step.group)
+                self._alone.bound(step.decode_batch, step.context_tokens, step.step_ms, slowdown)
+            if not self._alone.is_known:
+                return
             alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
             if step.kind is Kind.FUSED:
                 self._learn_fused(step, alone_ms)

@@ -54,7 +54,7 @@ class Result:
 @dataclass
 class _Request:
     arrival: Arrival
-    computed: int  # tokens of the prompt: reused ones, then those of chunks that were scheduled
+    computed: int = 0  # tokens of the prompt: reused ones, then those of chunks that were scheduled
     first_ms: float = 0.0
     is_begun: bool = False  # a chunk of it was scheduled
 
@@ -133,8 +133,7 @@ class _Engine:
             if not (self._waiting or self._decoding or self._batch):
                 self._now_ms = max(self._now_ms, coming[0].at_ms)
             while coming and coming[0].at_ms <= self._now_ms:
-                arrival = coming.popleft()
-                self._waiting.append(_Request(arrival, self._cache.reused(arrival)))
+                self._waiting.append(_Request(coming.popleft()))
             if self._stock is not None:
                 self._fused_step(self._stock.chunk_tokens - len(self._decoding))
             else:
@@ -168,11 +167,15 @@ class _Engine:
         self._result.decisions += 1
         number = self._policy.decide(load).group
         group, batch = self._profile.groups[number - 1], self._batch
-        step_ms = decode_ms * group.slowdown
-        done_ms = min(step_ms * group.pace, batch.total_ms - batch.done_ms)
+        left_ms = batch.total_ms - batch.done_ms
+        done_ms = min(decode_ms * group.slowdown * group.pace, left_ms)
+        # Where the batch ends within the step, the rest of it runs alone.
+        beside = done_ms / (decode_ms * group.slowdown * group.pace)
+        step_ms = decode_ms * (1 + (group.slowdown - 1) * beside)
         batch.done_ms += done_ms
         work = batch.work * done_ms / batch.total_ms
-        self._policy.observe(self._observation(Kind.BESIDE, step_ms, work, number))
+        if beside == 1:
+            self._policy.observe(self._observation(Kind.BESIDE, step_ms, work, number))
         self._result.residency_ms[number] += step_ms
         self._result.longest_lane_wait_ms = max(self._result.longest_lane_wait_ms, step_ms)
         self._decode(step_ms)
@@ -243,6 +246,8 @@ class _Engine:
         seats = self._seats - len(self._decoding)
         while self._waiting and taken < tokens and len(parts) < seats:
             request = self._waiting[0]
+            if not request.is_begun:
+                request.computed = self._cache.reused(request.arrival)
             chunk = min(request.left, tokens - taken)
             total_ms += self._profile.prefill_ms(chunk, request.computed)
             work += self._work.of(chunk, request.computed)

@@ -34,7 +34,7 @@ class DeviceProfile(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str
-    decode_fixed_ms: float = Field(ge=0)
+    decode_fixed_ms: float = Field(gt=0)
     decode_ms_per_request: float = Field(ge=0)
     decode_ms_per_context_token: float = Field(ge=0)
     prefill_fixed_ms: float = Field(ge=0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -19,6 +20,7 @@ from vllm_pdmux.activation import resolved_of
 from vllm_pdmux.messages import PrefillOrder
 from vllm_pdmux.policy_from_config import max_prefill_tokens
 from vllm_pdmux.spatial import GrantedGroup, environment, granted_groups, open_backend, stream_groups
+from vllm_pdmux.support import UnsupportedError
 from vllm_pdmux.worker import side_streams
 from vllm_pdmux.worker.decode_graphs import DecodeGraphs, affordable, capture_sizes, graphs_captured_on
 from vllm_pdmux.worker.lane_device import CudaDevice, HostDevice, LaneDevice
@@ -28,6 +30,8 @@ from vllm_pdmux.worker.worker import PDMuxWorkerMixin
 logger = init_logger("vllm.pdmux.worker")
 
 HIGH_PRIORITY = -1
+# Others keep scratch for the whole process, or have not been run in two lanes at once.
+ATTENTION_BACKENDS = ("FLASH_ATTN",)
 SECOND_RUNNER_BYTES = 256 << 20  # its input buffers and states; measured 150 MiB for an 8B model, 256 requests
 
 
@@ -62,10 +66,11 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
 
     def determine_available_memory(self) -> int:
         """Stock's, less what the lanes need beside a stock step: a runner, activations, scratch and graphs."""
+        is_given = bool(self.cache_config.kv_cache_memory_bytes)  # by the user; stock's start-up plan may set it too
         available = super().determine_available_memory()
         self._graph_sizes = capture_sizes(self.vllm_config)
-        if self.cache_config.kv_cache_memory_bytes:
-            return available  # the user has said how much
+        if is_given:
+            return available
         streams = len(set(self._prefill_streams.values())) - 1
         activations = self._activations_bytes()
         scratch = sum(map(workspace.WorkspaceManager._workspace_size_bytes, self._workspaces()))
@@ -88,6 +93,14 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
             len(self._graph_sizes) if graphs else 0,
         )
         return available - lanes
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        check_backends(self.model_runner.attn_groups)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._decode_graphs = self._prefill_lane = None  # and with them the second runner and its graphs
 
     def compile_or_warm_up_model(self) -> Any:
         self._warm_up_lane()  # before stock captures its graphs, since scratch may not grow after that
@@ -169,3 +182,15 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
         for one in granted:
             logger.info("PD-multiplexing %s (backend %s)", one.describe(properties.multi_processor_count), name)
         return granted
+
+
+def check_backends(attention_groups: Any) -> None:
+    """Raise UnsupportedError for an attention backend that cannot run in two lanes at once."""
+    names = {group.backend.get_name() for groups in attention_groups for group in groups}
+    if wrong := sorted(names - set(ATTENTION_BACKENDS)):
+        raise UnsupportedError(
+            [
+                f"the attention backend {', '.join(wrong)} is not supported on a GPU: set --attention-backend "
+                f"{ATTENTION_BACKENDS[0]}, or serve this model without the plugin"
+            ]
+        )

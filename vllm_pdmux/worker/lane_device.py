@@ -37,6 +37,9 @@ class LaneDevice(Protocol):
     def wants_more(self) -> bool:
         """Whether more layers should be launched in this step."""
 
+    def is_busy(self) -> bool:
+        """Whether the device has layers of the lane to run, or runs the last of them."""
+
     def is_done(self, output: Any) -> bool:
         """Whether the result of a batch whose layers have all been launched can be read without waiting."""
 
@@ -62,6 +65,9 @@ class HostDevice:
         return layers
 
     def wants_more(self) -> bool:
+        return True
+
+    def is_busy(self) -> bool:
         return True
 
     def is_done(self, output: Any) -> bool:
@@ -108,6 +114,7 @@ class CudaDevice:
         if self._stream is not self._decode_stream:
             self._stream.wait_stream(self._decode_stream)
         self._is_first = True
+        self._lead = max(FIRST_LEAD, self._lead // 2)  # another batch may have longer layers
         self._entered = None  # whatever has run on the thread since
 
     def enter(self) -> None:
@@ -124,10 +131,13 @@ class CudaDevice:
     def stride(self, layers: int) -> int:
         return 1
 
-    def wants_more(self) -> bool:
+    def is_busy(self) -> bool:
         while self._marks and self._marks[0].query():
             self._free_events.append(self._marks.popleft())
-        if not self._marks and not self._is_first:
+        return bool(self._marks)
+
+    def wants_more(self) -> bool:
+        if not self.is_busy() and not self._is_first:
             self._lead = min(self._lead + 1, LONGEST_LEAD)
         self._is_first = False
         return len(self._marks) < self._lead

@@ -12,12 +12,12 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.workspace import use_workspace_lane
 
-from vllm_pdmux.messages import LaneReport, PrefillOrder
+from vllm_pdmux.messages import LaneReport, PrefillOrder, Run
 from vllm_pdmux.worker.handover import handover_for
 from vllm_pdmux.worker.lane import Lane, SerialLane, ThreadedLane
 from vllm_pdmux.worker.lane_device import LaneDevice
 from vllm_pdmux.worker.prefill_runner import build_prefill_runner, dummy_prefill
-from vllm_pdmux.worker.process_state import ForwardContextSwap
+from vllm_pdmux.worker.process_state import ProcessState
 
 logger = init_logger("vllm.pdmux.lane")
 
@@ -28,7 +28,7 @@ def build_lane(kind: str, keep_thread: bool) -> Lane:
     """The lane of the setting ``lane``: "threaded" or "serial"."""
     if kind == "serial":
         return SerialLane()
-    state = ForwardContextSwap()
+    state = ProcessState()
     return ThreadedLane(switch_in=state.swap, switch_out=state.swap, keep_thread=keep_thread)
 
 
@@ -57,7 +57,8 @@ class PrefillLane:
         self._device = device
         self._handover = handover_for(decode_runner.vllm_config)
         self._lane = build_lane(kind, device.keep_thread)
-        self._runner, self._view = build_prefill_runner(decode_runner, self._at_layer)
+        with use_workspace_lane(device.workspace):  # some attention backends reserve scratch when they are built
+            self._runner, self._view = build_prefill_runner(decode_runner, self._at_layer)
         self._queue: deque[Batch] = deque()
         self._current: Batch | None = None
         self._launched: deque[tuple[Batch, Any, str | None]] = deque()  # with output or error
@@ -83,10 +84,9 @@ class PrefillLane:
         self._device.use(order.group, self._runner)
         if self._current is None and self._queue:
             self._begin(self._queue.popleft())
-        batch, first_layer, end_layer = self._current, self._lane.layer, self._lane.layer
-        if batch is not None:
-            end_layer = self._launch(order.layers, wait)
-        return self._report(batch, first_layer, end_layer, wait)
+        was_busy = self._device.is_busy()
+        runs = self._launch(order.layers, wait) if self._current is not None else ()
+        return self._report(runs, was_busy and self._device.is_busy(), wait)
 
     def warm_up(self, group: int, tokens: int) -> None:
         """Run a prefill batch of `tokens` made-up tokens on the SMs of `group`, so that all it needs there exists."""
@@ -108,16 +108,17 @@ class PrefillLane:
         """Stop the lane's thread; a batch in progress is abandoned."""
         self._lane.close()
 
-    def _report(self, batch: Batch | None, first_layer: int, end_layer: int, wait: bool) -> LaneReport | None:
-        """On the first batch that has ended, else on `batch`, whose layers were launched in this step."""
+    def _report(self, runs: tuple[Run, ...], is_saturated: bool, wait: bool) -> LaneReport | None:
+        """On the first batch that has ended, else on one whose layers were launched in this step."""
         ended, output, error = self._launched[0] if self._launched else (None, None, None)
         if ended is not None and (error is not None or wait or self._device.is_done(output)):
             self._launched.popleft()
             self._forget_finished()
-            layers = (first_layer, end_layer) if batch is ended else (0, 0)
-            return LaneReport(ended.id, *layers, output, error)
-        if batch is not None:
-            return LaneReport(batch.id, first_layer, end_layer)
+            return LaneReport(ended.id, runs, is_saturated, output, error)
+        in_lane = [run.batch_id for run in runs] + [entry[0].id for entry in self._launched]
+        in_lane += [self._current.id] if self._current is not None else []
+        if in_lane:
+            return LaneReport(in_lane[0], runs, is_saturated)
         return None  # nothing new, or a void order: async scheduling looks one step ahead
 
     def _begin(self, batch: Batch) -> None:
@@ -134,25 +135,26 @@ class PrefillLane:
             result = self._runner.execute_model(batch.output)
             return self._runner.sample_tokens(batch.grammar) if result is None else result
 
-    def _launch(self, layers: int, wait: bool) -> int:
-        """Launch `layers` layers, fewer where the device has enough queued; where the current batch stands after that.
+    def _launch(self, layers: int, wait: bool) -> tuple[Run, ...]:
+        """Launch `layers` layers, fewer where the device has enough queued; what was run of each batch.
 
         When all of the batch is launched the next one begins, so that the device does not run dry between them.
         """
-        batch, end_layer = self._current, 0
+        runs: list[Run] = []
         while self._current is not None and layers > 0 and (wait or self._device.wants_more()):
-            first_layer = self._lane.layer
+            batch, first_layer = self._current, self._lane.layer
             ended = self._lane.advance(layers if wait else self._device.stride(layers))
-            layers -= max(1, self._lane.layer - first_layer)
             output, error = self._take() if ended else (None, None)
-            if self._current is batch:
-                end_layer = self._lane.layer
+            layers -= max(1, self._lane.layer - first_layer)
+            if runs and runs[-1].batch_id == batch.id:
+                first_layer = runs.pop().first_layer
+            runs.append(Run(batch.id, first_layer, self._lane.layer))
             if ended:
-                self._launched.append((self._current, output, error))
+                self._launched.append((batch, output, error))
                 self._current = None
                 if self._queue and error is None:
                     self._begin(self._queue.popleft())
-        return end_layer
+        return tuple(runs)
 
     def _at_layer(self) -> None:
         self._device.mark()
@@ -166,6 +168,7 @@ class PrefillLane:
             assert self._current is not None
             req_ids = ", ".join(self._current.req_ids)
             logger.exception("prefill batch %s failed; its requests are %s", self._current.id, req_ids)
+            self._device.drop()  # its blocks will be free, and layers may be queued that write to them
             return None, f"{type(error).__name__}: {error}"
 
     def _drop(self, last_id: int) -> None:
