@@ -207,6 +207,8 @@ CASES = {
     "greedy": lambda driver, delay: serve(driver, params(), delay),
     "prompt logprobs": lambda driver, delay: serve(driver, params(max_tokens=20, prompt_logprobs=2), delay),
     "penalties": lambda driver, delay: serve(driver, params(presence_penalty=1.2, repetition_penalty=1.3), delay),
+    # Its kernels keep scratch for the whole process, and some rows are greedy.
+    "top k and top p": lambda driver, delay: serve(driver, params(temperature=0.8, top_k=20, top_p=0.9, seed=7), delay),
     "one token": lambda driver, delay: serve(driver, params(max_tokens=1), delay),
     "aborts": aborts,
     "joins": joins,

@@ -19,7 +19,7 @@ SLACK = 2.5  # of the largest difference that stock shows against itself
 AT_ONCE = 9  # engines beside each other
 LIMIT_S = 330
 
-SERVED = ["greedy", "prompt logprobs", "penalties", "one token", "aborts"]
+SERVED = ["greedy", "prompt logprobs", "penalties", "top k and top p", "one token", "aborts"]
 SMALL_KV = {"num_gpu_blocks_override": 150}
 NOT_COMPILED = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}  # starts in half of the time
 
