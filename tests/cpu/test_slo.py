@@ -255,6 +255,17 @@ class TestRecovery:
         slo = policy(shares, target_ms)
         return device, target_ms, slo
 
+    def disturbed(self, what, times, steps):
+        """What of all groups was `times` as much for so many steps, and is as usual again."""
+        device, target_ms, slo = self.settled(CAPPED)
+        device.warm_up(slo, load(), prefill=False)
+        serve(slo, device, load(), 500)
+        usual = getattr(device, what)
+        setattr(device, what, [times * value for value in usual])
+        serve(slo, device, load(), steps)
+        setattr(device, what, usual)
+        return device, target_ms, slo
+
     def share_of_best(self, slo, device, target_ms, steps=3000):
         reached = serve(slo, device, load(), steps)[-500:]
         rate = sum(device.rates[group - 1] * ms for group, ms in reached) / sum(ms for _, ms in reached)
@@ -273,34 +284,16 @@ class TestRecovery:
 
     @pytest.mark.parametrize(("steps", "times"), [(60, 1.5), (60, 3.0), (300, 2.0), (300, 3.0)])
     def test_after_a_disturbance(self, steps, times):
-        device, target_ms, slo = self.settled(CAPPED)
-        device.warm_up(slo, load(), prefill=False)
-        serve(slo, device, load(), 500)
-        usual = device.slowdowns
-        device.slowdowns = [times * slowdown for slowdown in usual]
-        serve(slo, device, load(), steps)
-        device.slowdowns = usual
+        device, target_ms, slo = self.disturbed("slowdowns", times, steps)
         assert self.share_of_best(slo, device, target_ms, 6000) >= 0.93
 
     def test_what_a_disturbance_said_of_a_group_does_not_make_another_the_safest(self):
-        device, target_ms, slo = self.settled(CAPPED)
-        device.warm_up(slo, load(), prefill=False)
-        serve(slo, device, load(), 500)
-        usual = device.slowdowns
-        device.slowdowns = [3 * slowdown for slowdown in usual]
-        serve(slo, device, load(), 300)
-        device.slowdowns = usual
+        device, target_ms, slo = self.disturbed("slowdowns", 3, 300)
         serve(slo, device, load(), 1000)
         assert slo._beside.slowdown(len(CAPPED)) == min(slo._beside.slowdown(group) for group in range(1, 6))
 
     def test_after_prompts_that_hardly_used_the_lane(self):
-        device, target_ms, slo = self.settled(CAPPED)
-        device.warm_up(slo, load(), prefill=False)
-        serve(slo, device, load(), 500)
-        usual = device.rates
-        device.rates = [0.2 * rate for rate in usual]
-        serve(slo, device, load(), 3000)
-        device.rates = usual
+        device, target_ms, slo = self.disturbed("rates", 0.2, 3000)
         assert self.share_of_best(slo, device, target_ms, 4000) >= 0.93
 
 

@@ -80,7 +80,7 @@ def arms(args: argparse.Namespace, profile: DeviceProfile) -> Iterator[tuple[str
         yield f"stock, chunk {chunk}", Stock(chunk)
     groups = profile.groups
     for number, group in enumerate(groups, start=1):
-        yield f"{group.sharing} {group.prefill_sms}:{group.decode_sms}", FixedPolicy(number, len(groups), _ALL)
+        yield group.label, FixedPolicy(number, len(groups), _ALL)
     yield "slo", slo(profile, args.itl_slo_ms, args.ttft_slo_ms)
 
 
@@ -99,10 +99,7 @@ def summary(result: Result, profile: DeviceProfile, requests: int) -> dict[str, 
     """The numbers of one arm; times in ms."""
     ttft = sorted(result.ttft_ms)
     beside_ms = sum(result.residency_ms.values()) or 1.0
-    names = {STOCK: STOCK} | {
-        number: f"{group.sharing} {group.prefill_sms}:{group.decode_sms}"
-        for number, group in enumerate(profile.groups, start=1)
-    }
+    names = {STOCK: STOCK} | {number: group.label for number, group in enumerate(profile.groups, start=1)}
     return {
         "ttft_p50_ms": statistics.median(ttft),
         "ttft_p99_ms": ttft[int(0.99 * (len(ttft) - 1))],

@@ -171,25 +171,25 @@ class SloPolicy:
             self._alone.add(step.decode_batch, step.context_tokens, step.step_ms)
         elif step.kind is Kind.PREFILL:
             self._full_rate.add(step.prefill_work, step.step_ms)
+        elif step.kind is Kind.FUSED:
+            self._learn_fused(step)
         else:
-            if step.kind is Kind.BESIDE and self._paced_by_device:
-                slowdown = self._beside.slowdown(step.group)
-                self._alone.bound(step.decode_batch, step.context_tokens, step.step_ms, slowdown)
-            if not self._alone.is_known:
-                return
-            alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
-            if step.kind is Kind.FUSED:
-                self._learn_fused(step, alone_ms)
-            else:
-                self._learn_beside(step, alone_ms)
+            self._learn_beside(step)
 
-    def _learn_beside(self, step: Observation, alone_ms: float) -> None:
+    def _learn_beside(self, step: Observation) -> None:
+        slowdown = 1.0
+        if self._paced_by_device:
+            slowdown = self._beside.slowdown(step.group)
+            self._alone.bound(step.decode_batch, step.context_tokens, step.step_ms, slowdown)
+        if not self._alone.is_known:
+            return
+        alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
         self.missed_steps += step.step_ms > self._target.of(alone_ms)
         if self._paced_by_device and (step.group != self._group or self._unsettled > 0):
             self._unsettled -= step.group == self._group
             return  # layers of the group before are still queued
         if self._paced_by_device:
-            expected_ms = alone_ms * self._beside.slowdown(step.group)
+            expected_ms = alone_ms * slowdown
             self._beside.add_decode(step.group, step.step_ms / alone_ms)
             self._beside.add_prefill(step.group, step.prefill_work, step.step_ms)
         elif step.prefill_work and step.step_ms > alone_ms:
@@ -203,10 +203,11 @@ class SloPolicy:
         moved = self._tail + TAIL_STEP * ((1 - TAIL_SHARE) if slow else -TAIL_SHARE)
         self._tail = min(max(moved, TAIL_LIMITS[0]), TAIL_LIMITS[1])
 
-    def _learn_fused(self, step: Observation, alone_ms: float) -> None:
+    def _learn_fused(self, step: Observation) -> None:
         rate = self._full_rate.value
-        if rate is None:
+        if rate is None or not self._alone.is_known:
             return
+        alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
         expected_ms = max(FUSED_FLOOR * alone_ms, alone_ms + step.prefill_work / rate)
         low, high = FUSED_ERROR_LIMITS
         self._fused_error.add(min(max(step.step_ms / expected_ms, low), high))

@@ -27,6 +27,11 @@ class GroupProfile(BaseModel):
     slowdown: float = Field(ge=1)
     pace: float = Field(gt=0, le=1)
 
+    @property
+    def label(self) -> str:
+        """ "capped 84:48": how the lanes share, SMs of prefill and of decode."""
+        return f"{self.sharing} {self.prefill_sms}:{self.decode_sms}"
+
 
 class DeviceProfile(BaseModel):
     """Times in ms. The forms of decode and prefill are those of MuxWise, linear and quadratic."""

@@ -17,6 +17,7 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_pdmux.activation import resolved_of
+from vllm_pdmux.config import Resolved
 from vllm_pdmux.messages import PrefillOrder
 from vllm_pdmux.policy_from_config import max_prefill_tokens
 from vllm_pdmux.spatial import GrantedGroup, environment, granted_groups, open_backend, stream_groups
@@ -52,8 +53,9 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
         self._decode_stream = torch.cuda.Stream(priority=HIGH_PRIORITY)
         self._decode_stream.wait_stream(before)
         torch.cuda.set_stream(self._decode_stream)
-        self._settings = resolved_of(self.vllm_config).config
-        self._groups = self._make_groups()
+        resolved = resolved_of(self.vllm_config)
+        self._settings = resolved.config
+        self._groups = self._make_groups(resolved)
         made = {one.partition.prefill_stream for one in self._groups}
         streams = {handle: torch.cuda.ExternalStream(handle) for handle in made}
         self._prefill_streams = {one.index: streams[one.partition.prefill_stream] for one in self._groups}
@@ -159,9 +161,8 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
         torch.cuda.empty_cache()
         return kept
 
-    def _make_groups(self) -> tuple[GrantedGroup, ...]:
+    def _make_groups(self, resolved: Resolved) -> tuple[GrantedGroup, ...]:
         """The mixed groups that the policy may choose, on partitions of this device."""
-        resolved = resolved_of(self.vllm_config)
         settings = resolved.config
         properties = torch.cuda.get_device_properties(self.device)
         groups = stream_groups(

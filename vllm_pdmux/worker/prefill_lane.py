@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_pdmux.messages import LaneReport, PrefillOrder, Run
+from vllm_pdmux.policy import ALL_LAYERS
 from vllm_pdmux.worker.handover import handover_for
 from vllm_pdmux.worker.lane import Lane, SerialLane, ThreadedLane
 from vllm_pdmux.worker.lane_device import LaneDevice
@@ -20,8 +21,6 @@ from vllm_pdmux.worker.prefill_runner import build_prefill_runner, dummy_prefill
 from vllm_pdmux.worker.process_state import ProcessState
 
 logger = init_logger("vllm.pdmux.lane")
-
-ALL_LAYERS = 1 << 30  # more than any model has
 
 
 def build_lane(kind: str, keep_thread: bool) -> Lane:
