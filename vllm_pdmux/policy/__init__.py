@@ -5,13 +5,14 @@ from vllm_pdmux.policy.estimates import DecodeAlone, Share
 from vllm_pdmux.policy.fixed import FixedPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.off import OffPolicy
-from vllm_pdmux.policy.slo import SloPolicy, Target
+from vllm_pdmux.policy.slo import PREFILL_WAIT_LIMIT_MS, SloPolicy, Target
 from vllm_pdmux.policy.table import TablePolicy
 from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Policy, Prompt
 from vllm_pdmux.policy.work import PromptWork
 
 __all__ = [
     "ALL_LAYERS",
+    "PREFILL_WAIT_LIMIT_MS",
     "Decision",
     "DecodeAlone",
     "FixedPolicy",
