@@ -83,7 +83,7 @@ def structured(driver, delay: int):
     from vllm.sampling_params import StructuredOutputsParams
 
     schema = StructuredOutputsParams(json=SCHEMA)
-    return serve(driver, params(max_tokens=250, ignore_eos=False, structured_outputs=schema), delay)
+    return serve(driver, params(max_tokens=150, ignore_eos=False, structured_outputs=schema), delay)
 
 
 CASES = {
