@@ -20,6 +20,7 @@ import pytest
 from divisions import BOTH_KINDS, split
 from schedule_cases import CHOICES
 from text_cases import SCHEMA
+
 from vllm_pdmux.demo_model import ModelMissing, ensure_model
 
 SLACK = 2.5  # of the largest difference that stock shows against itself
