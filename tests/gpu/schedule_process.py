@@ -82,6 +82,9 @@ class Switching:
     def __init__(self, policy, switches, groups: int):
         self._policy, self._switches, self._groups = policy, switches, groups
 
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
+
     def decide(self, load):
         from dataclasses import replace
 

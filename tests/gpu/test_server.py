@@ -2,6 +2,7 @@
 """`vllm serve` on a GPU, engine and front in processes of their own: chats stream while long prompts arrive."""
 
 import json
+import os
 import signal
 
 import pytest
@@ -16,6 +17,7 @@ ANSWER_TOKENS, LONG_ANSWER_TOKENS = 1500, 20
 PRINTABLE = {"allowed_token_ids": [*range(94)]}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 DRAIN_S = 60
+KEPT = ("VLLM_USE_FLASHINFER_SAMPLER",)  # of the environment, which the server does not inherit as far as vLLM's go
 
 
 def long_prompt(number):
@@ -35,7 +37,8 @@ def server(gpu, tmp_path_factory):
         # Without torch.compile it starts in half of the time.
         *("--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})),
     )
-    server = Server(folder / "log", wide_model(folder / "model"), arguments, PDMUX_EXPERIMENTAL_CUDA="1")
+    environ = {"PDMUX_EXPERIMENTAL_CUDA": "1", **{name: os.environ[name] for name in KEPT if name in os.environ}}
+    server = Server(folder / "log", wide_model(folder / "model"), arguments, **environ)
     try:
         server.wait_until_ready()
         yield server
