@@ -50,6 +50,17 @@ def _policy(value: Any) -> Any:
     return "off" if value is False else value  # YAML reads the word off as false
 
 
+def _calibration(value: Any) -> Any:
+    if value is False:
+        return "off"  # likewise
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(
+            f"calibration is {show(value)} but must be 'auto', 'off' or the path of a profile: "
+            "change it (the default is auto)"
+        )
+    return value
+
+
 Sharing = Literal["capped", "disjoint"]
 Sms = Annotated[int, Field(ge=1)]
 Row = tuple[Sms, Sms, Annotated[int, Field(ge=0)]]
@@ -111,6 +122,11 @@ class PDMuxConfig(BaseModel):
         allow_inf_nan=False,
         description="Milliseconds until the first token of an answer, a target for the order of prompts with policy "
         "slo: a short prompt may overtake one that is half done. Not set: in the order of arrival.",
+    )
+    calibration: Annotated[str, BeforeValidator(_calibration)] = Field(
+        "auto",
+        description="What policy slo believes of the device before it has served anything. auto: what `vllm-pdmux "
+        "calibrate` has stored for this GPU, model and division, if anything. off: nothing. Else the path of a profile.",
     )
     fixed_group: int | None = Field(
         None, ge=1, description="The stream group that policy fixed uses, 1 to sm_group_num - 2."
@@ -183,6 +199,8 @@ def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
     for target in TARGETS:
         if {"policy", target} <= values.keys():
             problems += _target_problems(values["policy"], target, values[target])
+    if {"policy", "calibration"} <= values.keys():
+        problems += _calibration_problems(values["policy"], values["calibration"])
     if {"policy", "fixed_group"} <= values.keys():
         problems += _fixed_group_problems(values["policy"], values["fixed_group"], groups)
     return problems
@@ -193,6 +211,13 @@ def _target_problems(policy: str, name: str, value: float | None) -> list[Incons
         return []
     text = f"{name} is {value:g} but policy {policy} does not use it: set policy slo, or remove it"
     return [Inconsistency(("policy", name), text)]
+
+
+def _calibration_problems(policy: str, value: str) -> list[Inconsistency]:
+    if policy == "slo" or value in ("auto", "off"):
+        return []
+    text = f"calibration is {show(value)} but policy {policy} does not use it: set policy slo, or remove it"
+    return [Inconsistency(("policy", "calibration"), text)]
 
 
 def _fixed_group_problems(policy: str, fixed_group: int | None, groups: int | None) -> list[Inconsistency]:

@@ -68,6 +68,7 @@ def test_nothing_given_is_all_defaults():
         "policy": "table",
         "itl_slo_ms": None,
         "ttft_slo_ms": None,
+        "calibration": "auto",
         "fixed_group": None,
         "layers_per_group": None,
         "max_prefill_tokens": None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any, TypeVar
@@ -26,6 +26,8 @@ from vllm_pdmux.simulator import DeviceProfile, GroupProfile
 SHRINKAGE = 0.02
 # Without measured fused steps: a step is never shorter than the decode steps in it.
 FUSED_FLOOR, FUSED_DECODE = 1.0, 1.0
+# On points held out: what is further off is not to be used.
+MEDIAN_LIMIT, P95_LIMIT = 0.10, 0.25
 SMALLEST_MS = 1e-9  # instead of 0 where a profile has none
 
 KINDS = ("decode alone", "prefill alone", "decode beside prefill", "prefill beside decode", "fused step")
@@ -92,6 +94,19 @@ def held_out_errors(samples: Samples) -> dict[str, Errors]:
     """Errors on points that a fit to the others has not seen."""
     seen, unseen = split(samples)
     return errors(fit(seen, "held out"), unseen)
+
+
+def too_large(found: Mapping[str, Errors]) -> list[str]:
+    """The errors for which a calibration is not to be used, each with value, limit and remedy."""
+    problems = []
+    for kind, error in found.items():
+        for what, value, limit in (("median", error.median, MEDIAN_LIMIT), ("p95", error.p95, P95_LIMIT)):
+            if value > limit:
+                problems.append(
+                    f"the {what} error of {kind} is {value:.1%} but must be at most {limit:.0%}: "
+                    "calibrate again when nothing else uses the device"
+                )
+    return problems
 
 
 def split(samples: Samples) -> tuple[Samples, Samples]:
