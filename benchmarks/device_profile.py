@@ -3,9 +3,10 @@
 
     python benchmarks/device_profile.py benchmarks/results/frontier-h200-*.json --out profile.json
 
-What is fitted (`vllm_pdmux.calibration.fit`, as by `vllm-pdmux calibrate`): decode alone over the cells, a fused step over
-stock's chunks, for each group the slowdown of decode and the pace of prefill. What is not: how the time of a prompt divides
-between its tokens and the pairs of attention, which is taken from the arithmetic of the pairs at `--attention-tflops`.
+What is fitted (`vllm_pdmux.calibration.fit`, as by `vllm-pdmux calibrate`): decode alone over the cells, a fused step
+over stock's chunks, for each group the slowdown of decode and the pace of prefill. What is not: how the time of a
+prompt divides between its tokens and the pairs of attention, which is taken from the arithmetic of the pairs at
+`--attention-tflops`.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ class PDMuxConfig(BaseModel):
     calibration: Annotated[str, BeforeValidator(_calibration)] = Field(
         "auto",
         description="What policy slo believes of the device before it has served anything. auto: what `vllm-pdmux "
-        "calibrate` has stored for this GPU, model and division, if anything. off: nothing. Else the path of a profile.",
+        "calibrate` has stored for this GPU, model and divisions, if anything. off: nothing. Else the path of a "
+        "profile.",
     )
     fixed_group: int | None = Field(
         None, ge=1, description="The stream group that policy fixed uses, 1 to sm_group_num - 2."

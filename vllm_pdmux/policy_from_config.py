@@ -37,7 +37,8 @@ def build_policy(
 ) -> Policy:
     """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
     `sm_group_num - 2`. `paced_by_device`: the worker launches no more layers than keep the device busy, so that
-    without a setting no other limit is needed. `prior`: a calibration, for policy slo. Raises ConfigError when `fixed_group` is not among them."""
+    without a setting no other limit is needed. `prior`: a calibration, for policy slo. Raises ConfigError when
+    `fixed_group` is not among them."""
     if config.policy == "off":
         return OffPolicy(splits)
     if config.policy == "slo":

@@ -38,11 +38,12 @@ ALONE_STEPS, FEWEST_STEPS, ALONE_MS = 16, 5, 400.0
 SETTLE_STEPS = 3  # at the beginning of a point, which count for nothing
 PREFILL_REPEATS = 3  # after one that warms up
 # Beside each other: all points together take about this long, each at least and at most so long.
-BESIDE_MS, BESIDE_MS_LIMITS = 10_000.0, (200.0, 600.0)
+BESIDE_MS, BESIDE_MS_LIMITS = 7_500.0, (200.0, 600.0)
 BESIDE_STEPS, MOST_BESIDE_STEPS = 8, 200
 PROMPTS_AHEAD = 3  # that wait or are prefilled at any time, so that the lane never runs dry
 FUSED_STEPS = 4
 STUCK_STEPS = 2000
+STEPS_IN_FLIGHT = 3  # under asynchronous scheduling, at most
 FIRST_TOKEN = 10  # token ids below may be special
 CUT_OFF = 1e-6
 
@@ -202,7 +203,7 @@ class Meter:
         self._recorder.clear()
         self._step_until(lambda: self._is_enough(self._alone_steps(load)), "decode alone")
         steps = self._alone_steps(load)[SETTLE_STEPS:]
-        return DecodeSample(load.batch, *_middle(steps))
+        return DecodeSample(*_middle(steps))
 
     def _alone_steps(self, load: DecodeLoad) -> list[Observation]:
         steps = self._recorder.steps
@@ -229,8 +230,8 @@ class Meter:
         steps = [one for one in steps if one.decode_batch == load.batch][1:]
         if not steps:
             return None
-        context_tokens, ms = _middle(steps)
-        return FusedSample(load.batch, context_tokens, chunk, chunk * (FUSED_STEPS + 1) // 2, ms, alone_ms)
+        batch, context_tokens, ms = _middle(steps)
+        return FusedSample(batch, context_tokens, chunk, chunk * (FUSED_STEPS + 1) // 2, ms, alone_ms)
 
     def _beside(self, number: int, load: DecodeLoad, group: int, alone_ms: float, loads: int) -> BesideSample:
         """Prompts go through the lane in `group` while the load decodes."""
@@ -256,10 +257,10 @@ class Meter:
             beside = [step for step, is_saturated in steps if is_saturated]
         else:
             beside = [step for step, _ in steps if step.kind is Kind.BESIDE]
-        context_tokens, itl_ms = _middle(beside)
+        batch, context_tokens, itl_ms = _middle(beside)
         work, ms = sum(step.prefill_work for step, _ in steps), sum(step.step_ms for step, _ in steps)
         rate = max(work / ms * 1e3, CUT_OFF)
-        return BesideSample(group, number, load.batch, context_tokens, tokens, itl_ms, rate, alone_ms)
+        return BesideSample(group, number, batch, context_tokens, tokens, itl_ms, rate, alone_ms)
 
     def _beside_steps(self, group: int) -> list[tuple[Observation, bool]]:
         """Steps since the group is in use, but the first ones, in which layers of another may have run.
@@ -353,14 +354,16 @@ class Meter:
         self._unfinished.clear()
         for _ in range(STUCK_STEPS):
             if not self._scheduler.has_requests():
-                return
+                break
+            self._engine.step()
+        for _ in range(STEPS_IN_FLIGHT):
             self._engine.step()
 
 
-def _middle(steps: list[Observation]) -> tuple[int, float]:
-    """(context tokens, ms), the medians."""
+def _middle(steps: list[Observation]) -> tuple[int, int, float]:
+    """(requests decoding, context tokens, ms), the medians."""
     if not steps:
         raise CalibrationError("no step could be measured: raise max_model_len")
-    return round(statistics.median(step.context_tokens for step in steps)), statistics.median(
-        step.step_ms for step in steps
-    )
+    batch = round(statistics.median(step.decode_batch for step in steps))
+    context_tokens = round(statistics.median(step.context_tokens for step in steps))
+    return batch, context_tokens, statistics.median(step.step_ms for step in steps)

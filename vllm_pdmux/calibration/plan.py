@@ -24,9 +24,9 @@ _PROMPTS = (
     (4096, 16384),
 )
 _LONGEST_PROMPT = 8192
-_CHUNKS = (256, 1024)  # prompt tokens of fused steps
+_CHUNKS, _SHORTEST_STEP = (256, 1024), 2048  # prompt tokens of fused steps, and the step that has room for them
 # Of the KV cache: what contexts may take, so that they grow and prompts find blocks.
-_KV_SHARE = 0.6
+_KV_SHARE = 0.5
 FREE_SEATS = 4  # of requests, for prompts beside those that decode
 SMALLEST_PROMPT = 2  # a step of one token counts as a decode
 
@@ -85,7 +85,8 @@ def lane_prompt(limits: Limits) -> int:
 
 def fused_chunks(limits: Limits) -> list[int]:
     """Prompt tokens of the fused steps."""
-    return [chunk for chunk in _CHUNKS if chunk <= limits.step_tokens // 2]
+    chunks = min(1.0, limits.step_tokens / _SHORTEST_STEP)
+    return list(dict.fromkeys(max(SMALLEST_PROMPT, int(chunk * chunks)) for chunk in _CHUNKS))
 
 
 def _blocks(tokens: float, limits: Limits) -> int:
