@@ -215,7 +215,7 @@ def _target_problems(policy: str, name: str, value: float | None) -> list[Incons
 
 
 def _calibration_problems(policy: str, value: str) -> list[Inconsistency]:
-    if policy == "slo" or value in ("auto", "off"):
+    if policy == "slo" or value in ("auto", "off", False):  # YAML reads the word off as false
         return []
     text = f"calibration is {show(value)} but policy {policy} does not use it: set policy slo, or remove it"
     return [Inconsistency(("policy", "calibration"), text)]

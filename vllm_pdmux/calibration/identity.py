@@ -33,7 +33,7 @@ def key_of(vllm_config: VllmConfig, settings: PDMuxConfig) -> dict[str, Any]:
     device, units = _device()
     return {
         "device": device,
-        "units": units,  # SMs of a GPU, cores of a CPU that this process may use
+        "units": units,  # SMs of a GPU, cores of a CPU
         "architecture": model.architecture,
         "hidden": model.get_hidden_size(),
         "layers": model.get_num_layers(parallel),
@@ -79,7 +79,7 @@ def _is_gpu() -> bool:
 
 def _device() -> tuple[str, int]:
     if not _is_gpu():
-        return _cpu(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return _cpu(), os.cpu_count() or 1  # not those of this process, which vLLM binds when it starts
     from vllm.platforms import current_platform
 
     return current_platform.get_device_name(), current_platform.num_compute_units()
