@@ -12,9 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_async
 from driver import Arrival, prompt
 from tokens import assert_same
 from vllm import SamplingParams
+from vllm.v1.request import Request
 
 from vllm_pdmux.calibration import CalibrationError, cache, fit, measure, plan
 from vllm_pdmux.calibration.chosen import chosen_profile, prior_of, with_groups
@@ -476,6 +478,43 @@ def test_every_point_is_measured_and_the_engine_is_as_before(
     assert engine.scheduler._pdmux_policy is policy and engine.scheduler._prompt_work is work
     engine.assert_nothing_left()
     assert_same(engine.run(arrivals()), stock.run(arrivals()))
+    engine.assert_nothing_left()
+
+
+class Asynchronous:
+    """What calibration uses of a ``vllm.LLM``, over an engine core of `test_async`."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.llm_engine, self.vllm_config = self, engine.core.vllm_config
+        self.engine_core = SimpleNamespace(engine_core=engine.core)
+
+    def add_request(self, name, prompt, params):
+        tokens, hasher = prompt["prompt_token_ids"], self._engine.core.request_block_hasher
+        self._engine.core.add_request(Request(name, tokens, params, None, block_hasher=hasher))
+
+    def abort_request(self, names):
+        self._engine.core.abort_requests(names)
+
+    def step(self):
+        outputs = [output for client in self._engine._step().values() for output in client.outputs]
+        return [SimpleNamespace(request_id=one.request_id, finished=one.finish_reason is not None) for one in outputs]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("use_v2", "report_delay", "batches"), [(False, 1, 1), (True, 0, 2), (True, 2, 2)])
+def test_under_asynchronous_scheduling_as_on_a_gpu(
+    tiny_model_path, few_steps, monkeypatch, use_v2, report_delay, batches
+):
+    monkeypatch.setattr(test_async, "BLOCKS", 256)
+    monkeypatch.setattr(measure, "divisions", lambda settings: DIVISIONS)
+    engine = test_async.Engine(tiny_model_path, {"policy": "slo", "sm_group_num": 4, "calibration": "off"}, use_v2)
+    engine.worker.report_delay, engine.scheduler._max_batches = report_delay, batches
+    samples = calibrate(Asynchronous(engine)).samples
+    assert {(one.group, one.load) for one in samples.beside} == {(g, n) for g in (1, 2) for n in range(4)}
+    limits = plan.Limits(512, 16, 256, 256, 256 * 32, 32)
+    assert [(one.new_tokens, one.reused_tokens) for one in samples.prefill] == plan.prompts(limits)
+    assert samples.fused
     engine.assert_nothing_left()
 
 
