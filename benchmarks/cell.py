@@ -3,7 +3,8 @@
 
 Started by other benchmarks as a process that obeys lines of JSON: ``{"cell": "B:C:P", "setting": ...}`` is answered
 with one line of JSON. A setting is a chunk size (stock), or ``capped:SMS`` or ``disjoint:SMS`` (the plugin; SMs of the
-prefill lane).
+prefill lane), or ``slo:ITL`` or ``slo:ITL:TTFT`` (its policy, with targets in ms). ``{"replay": ..., "setting": ...}``
+serves arrivals as a service would.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("PDMUX_EXPERIMENTAL_CUDA", "1")
 
 import shapes
+from arrivals import Request, quantile, serve
 from machine import description
 
 ALONE_STEPS = 40
@@ -47,6 +49,8 @@ def main() -> None:
         order = json.loads(line)
         if "alone" in order:
             answer({"prefill_alone_ttft_ms": engine.prefill_alone_ms(order["alone"])})
+        elif "replay" in order:
+            answer(engine.replay(order["replay"], order["setting"], order["limit_s"]))
         else:
             answer(engine.cell(*map(int, order["cell"].split(":")), order["setting"]))
 
@@ -65,10 +69,12 @@ class Engine:
         self._args = args
         self._groups = [group for group in args.groups.split(",") if group] if args.arm == "pdmux" else []
         is_toy = args.shape == "toy"
+        self._is_gpu = not current_platform.is_cpu()
+        self._policies: dict[str, tuple[Any, Any, Any]] = {}  # slo, by setting
         arguments: dict[str, Any] = shapes.arguments(args.shape)
         if args.arm == "pdmux":
             arguments["additional_config"] = {"pdmux": self._settings()}
-        if current_platform.is_cpu():
+        if not self._is_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             arguments.update(enforce_eager=True, distributed_executor_backend="uni")
         elif args.kv_gib:
@@ -108,7 +114,8 @@ class Engine:
 
     def cell(self, batch: int, context: int, tokens: int, setting: Any) -> dict[str, float]:
         """ITL with nothing to prefill, then ITL and prefill throughput while prompts are prefilled."""
-        self._use(None)
+        # A policy that learns sees decode alone too, as it would in a server.
+        self._use(setting if str(setting).startswith("slo") else None)
         if (batch, context) not in self._contexts:
             self._contexts[batch, context] = [self._prompt(context) for _ in range(batch)]
         decoding = {self._add(prompt, NO_END if context > 1000 else 400) for prompt in self._contexts[batch, context]}
@@ -136,6 +143,16 @@ class Engine:
             "steps": float(len(gaps)),
         }
 
+    def replay(self, arrivals: list[list[Any]], setting: Any, limit_s: float) -> dict[str, Any]:
+        """Serve `arrivals` at their times, `limit_s` at most, and what each request saw."""
+        self._use(setting)
+        assert self._scheduler.reset_prefix_cache()
+        requests = [Request(*one) for one in arrivals]
+        served = serve(self._engine, requests, shapes.vocabulary(self._args.shape), limit_s)
+        policy = getattr(self._scheduler, "_pdmux_policy", None)
+        counts = ("missed_steps", "infeasible_decisions") if str(setting).startswith("slo") else ()
+        return {**served, **{name: getattr(policy, name) for name in counts}}
+
     def _settings(self) -> dict[str, Any]:
         splits = [group.split(":") for group in self._groups]
         return {
@@ -147,14 +164,34 @@ class Engine:
         }
 
     def _use(self, setting: Any) -> None:
-        """Stock: the chunk size, all the budget without one. Plugin: the group."""
+        """Stock: the chunk size, all the budget without one. Plugin: the group, or the policy slo with its targets."""
         if self._args.arm == "stock":
             self._scheduler.max_num_scheduled_tokens = setting or self._full_budget
+        elif setting is not None and setting.startswith("slo"):
+            self._use_slo(setting)
         elif setting is not None:
-            from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule
+            from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule, PromptWork
 
             group = self._groups.index(setting) + 1
             self._scheduler._pdmux_policy = FixedPolicy(group, len(self._groups), LayerRule(ALL_LAYERS))
+            self._scheduler._step_clock, self._scheduler._prompt_work = None, PromptWork()
+
+    def _use_slo(self, setting: str) -> None:
+        """A policy keeps what it has learned from one measurement to the next, as it would in a server."""
+        from vllm_pdmux.activation import settings_of
+        from vllm_pdmux.model_size import decode_alone, prompt_work
+        from vllm_pdmux.policy_from_config import build_policy
+        from vllm_pdmux.step_clock import StepClock
+
+        scheduler = self._scheduler
+        if setting not in self._policies:
+            targets = [float(one) for one in setting.split(":")[1:]]
+            changes = {"policy": "slo"} | dict(zip(("itl_slo_ms", "ttft_slo_ms"), targets))
+            config = settings_of(scheduler.vllm_config).model_copy(update=changes)
+            alone, work = decode_alone(scheduler.vllm_config), prompt_work(scheduler.vllm_config)
+            policy = build_policy(config, len(self._groups), self._is_gpu, alone, work, log)
+            self._policies[setting] = policy, StepClock(policy, work), work
+        scheduler._pdmux_policy, scheduler._step_clock, scheduler._prompt_work = self._policies[setting]
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(10, shapes.vocabulary(self._args.shape)) for _ in range(tokens)]
@@ -186,9 +223,8 @@ class Engine:
         return gaps, time.perf_counter() - start, ended
 
 
-def quantile(values: list[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--cells", default="32:2048:8192,16:16384:8192,128:2048:8192")
     parser.add_argument("--chunks", default="192,256,320,512", help="of stock: max_num_batched_tokens")
     parser.add_argument("--groups", default="capped:100,capped:84,capped:68,disjoint:84,disjoint:68")
+    parser.add_argument("--slo", default="", help="targets of the policy slo, ITL in ms with commas, measured too")
     parser.add_argument("--shape", default="llama-8b", choices=shapes.CONFIGS)
     parser.add_argument("--total-sms", type=int, default=132)
     parser.add_argument("--prompts", type=int, default=4)
@@ -68,6 +69,8 @@ def main() -> None:
 def turns(args: argparse.Namespace, arms: list[str]) -> list[tuple[str, Any]]:
     """Every setting of every arm once, the arms taking turns."""
     settings = {arm: settings_of(arm, args) for arm in arms}
+    if "pdmux" in arms:
+        settings["pdmux"] += [f"slo:{target}" for target in args.slo.split(",") if target]
     longest = max(len(settings[arm]) for arm in arms)
     return [(arm, settings[arm][i]) for i in range(longest) for arm in arms if i < len(settings[arm])]
 

@@ -129,6 +129,20 @@ class PDMuxConfig(BaseModel):
         "calibrate` has stored for this GPU, model and divisions, if anything. off: nothing. Else the path of a "
         "profile.",
     )
+    prefill_wait_limit_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Milliseconds after which a prompt that still waits lets ITL grow above its target, with policy "
+        "slo; not set: 10000.",
+    )
+    itl_limit_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Milliseconds between two tokens that should be kept even then, if any division can; not set: 4 "
+        "times the target.",
+    )
     fixed_group: int | None = Field(
         None, ge=1, description="The stream group that policy fixed uses, 1 to sm_group_num - 2."
     )
@@ -169,6 +183,7 @@ class PDMuxConfig(BaseModel):
 
 FIELDS = tuple(PDMuxConfig.model_fields)
 TARGETS = ("itl_slo_ms", "ttft_slo_ms")  # of policy slo, which they ask for
+LIMITS = ("prefill_wait_limit_ms", "itl_limit_ms")  # of policy slo too
 
 
 @dataclass(frozen=True)
@@ -197,11 +212,15 @@ def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
             f"give {groups - 2}, or one word for all"
         )
         problems.append(Inconsistency(("sm_group_num", "sharing"), text))
-    for target in TARGETS:
+    for target in TARGETS + LIMITS:
         if {"policy", target} <= values.keys():
             problems += _target_problems(values["policy"], target, values[target])
     if {"policy", "calibration"} <= values.keys():
         problems += _calibration_problems(values["policy"], values["calibration"])
+    target_ms, limit_ms = values.get("itl_slo_ms"), values.get("itl_limit_ms")
+    if target_ms is not None and limit_ms is not None and limit_ms < target_ms:
+        text = f"itl_limit_ms is {limit_ms:g} but must be at least itl_slo_ms, {target_ms:g}: raise it, or remove it"
+        problems.append(Inconsistency(("itl_slo_ms", "itl_limit_ms"), text))
     if {"policy", "fixed_group"} <= values.keys():
         problems += _fixed_group_problems(values["policy"], values["fixed_group"], groups)
     return problems

@@ -33,6 +33,7 @@ class Loads:
             self._model_layers,
             sum(request.num_computed_tokens for request in decoding),
             computed_tokens=begun.num_computed_tokens if begun is not None else 0,
+            oldest_wait_ms=self._oldest_wait_ms([] if begun is None else [begun]),
         )
         tokens = self._pdmux_policy.fused_tokens(load)
         return tokens and len(decoding) + tokens
@@ -40,10 +41,24 @@ class Loads:
     def _load_beside(self, output: SchedulerOutput, batch: PrefillBatch) -> Load:
         """Of a step with `batch` in the lane and the decode step `output`."""
         decoding = output.num_scheduled_tokens
-        context_tokens = 0
+        context_tokens, oldest_wait_ms = 0, 0.0
         if self._step_clock is not None:
             context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)
-        return Load(len(decoding), batch.num_tokens, self._model_layers, context_tokens, batch.work)
+            oldest_wait_ms = self._oldest_wait_ms([*batch.requests.values()])
+        return Load(
+            len(decoding),
+            batch.num_tokens,
+            self._model_layers,
+            context_tokens,
+            batch.work,
+            oldest_wait_ms=oldest_wait_ms,
+        )
+
+    def _oldest_wait_ms(self, admitted: list[Request]) -> float:
+        """Of the request that has waited for its first token longest: of those in prefill, or the first that waits."""
+        waiting = [self.waiting.peek_request()] if self.waiting else []
+        since_s = [request.arrival_time for request in admitted + waiting if not request.num_output_tokens]
+        return max(0.0, (time.time() - min(since_s)) * 1e3) if since_s else 0.0
 
     def _is_overtaken(self, begun: list[Request]) -> bool:
         """Whether a batch leaves out the first prompt that is half done, for another one or the first that waits."""

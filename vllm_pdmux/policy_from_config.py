@@ -6,6 +6,7 @@ from collections.abc import Callable
 from vllm_pdmux.config import ConfigError, PDMuxConfig
 from vllm_pdmux.policy import (
     ALL_LAYERS,
+    PREFILL_WAIT_LIMIT_MS,
     DecodeAlone,
     FixedPolicy,
     LayerRule,
@@ -44,7 +45,7 @@ def build_policy(
     if config.policy == "slo":
         return SloPolicy(
             shares(config, splits),
-            Target(config.itl_slo_ms, config.ttft_slo_ms),
+            target(config),
             alone or DecodeAlone(1.0, 0.0),
             paced_by_device,
             log,
@@ -61,6 +62,13 @@ def build_policy(
             f"splits: lower it or give manual_divisions"
         )
     return FixedPolicy(config.fixed_group, splits, rule)
+
+
+def target(config: PDMuxConfig) -> Target:
+    """What the user asks of policy slo."""
+    limit_ms = config.prefill_wait_limit_ms
+    limit_ms = PREFILL_WAIT_LIMIT_MS if limit_ms is None else limit_ms
+    return Target(config.itl_slo_ms, config.ttft_slo_ms, limit_ms, config.itl_limit_ms)
 
 
 def shares(config: PDMuxConfig, splits: int) -> tuple[Share, ...]:

@@ -40,7 +40,9 @@ from vllm_pdmux.trace import StepTrace
 logger = init_logger("vllm.pdmux.scheduler")
 
 DECODE, PREFILL = "decode", "prefill"  # the lanes
-LAYERS_BEFORE_NEXT = 0.5  # share of a batch's layers that is launched when the next batch is admitted behind it
+# The next batch is admitted behind one of which this share of the layers is launched, or earlier if the rest of them
+# does not last for the steps that an order takes to get to the device (two may be queued before it).
+LAYERS_BEFORE_NEXT, STEPS_BEFORE_NEXT = 0.5, 3
 
 
 def _say(text: str) -> None:
@@ -75,6 +77,7 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         self._batches: deque[PrefillBatch] = deque()  # in the lane, in order
         # A GPU must not run dry between two batches. (A V1 runner could not resume what was dropped before it began.)
         self._max_batches = 2 if is_gpu and self.use_v2_model_runner else 1
+        self._layers_per_step = 0.0  # that the lane launches at most, as far as the last steps show
         self._next_batch_id = 0
         self._overtaken = False  # whether the last batch has left out a prompt that is half done
         self._drop: int | None = None  # the last batch that the worker has still to be told to drop
@@ -154,7 +157,8 @@ class PDMuxSchedulerMixin(Hiding, Loads):
             return False
         if any(batch.stale_ids(self.requests) for batch in self._batches):
             return False  # the worker still holds another request under an id that has been sent again
-        return self._batches[-1].layers_launched >= self._model_layers * LAYERS_BEFORE_NEXT
+        early = self._model_layers - STEPS_BEFORE_NEXT * self._layers_per_step
+        return self._batches[-1].layers_launched >= min(early, self._model_layers * LAYERS_BEFORE_NEXT)
 
     def _bound_lane(self) -> str | None:
         """The lane in which an unfinished prompt must be continued: prompt logprobs are gathered in one V2 runner."""
@@ -230,6 +234,9 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         return next((batch for batch in self._batches if batch.id == batch_id), None)
 
     def _update_lane(self, report: LaneReport) -> dict[int, EngineCoreOutputs]:
+        launched = sum(run.end_layer - run.first_layer for run in report.runs)
+        if launched:
+            self._layers_per_step = max(launched, self._layers_per_step * 0.8)
         for run in report.runs:
             if (ran := self._batch(run.batch_id)) is not None:
                 ran.layers_launched = max(ran.layers_launched, run.end_layer)

@@ -26,16 +26,62 @@ def test_the_handover_benchmark_measures_all_ways_of_a_prefill(tiny_model_path, 
 def test_the_frontier_takes_turns_between_the_engines(tmp_path):
     out = tmp_path / "frontier.json"
     shape = ["--shape", "toy", "--cells", "3:64:200", "--prompts", "3", "--kv-gib", "1"]
-    settings = ["--chunks", "32,64", "--groups", "capped:100", "--rounds", "2"]
+    settings = ["--chunks", "32,64", "--groups", "capped:100", "--slo", "50", "--rounds", "2"]
     command = [sys.executable, "frontier.py", *shape, *settings, "--out", str(out)]
     run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     results = json.loads(out.read_text())
-    order = [("stock", 32), ("pdmux", "capped:100"), ("stock", 64)]
+    order = [("stock", 32), ("pdmux", "capped:100"), ("stock", 64), ("pdmux", "slo:50")]
     assert [(row["arm"], row["setting"]) for row in results["rows"]] == order * 2
     assert all(row["itl_alone_ms"] > 0 and row["prefill_tokens_per_s"] > 0 for row in results["rows"])
     assert all(arm["kv_tokens"] > 0 and arm["ready_s"] > 0 for arm in results["arms"].values())
     assert "frontier.py" in results["command"]
+
+
+def test_a_replay_serves_a_trace_in_every_arm(tmp_path):
+    trace, out = tmp_path / "trace.csv", tmp_path / "replay.json"
+    rows = [f"2023-11-16 18:15:{second:02d}.0000000,{tokens},5" for second, tokens in ((0, 40), (1, 200), (2, 900))]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    profile = BENCHMARKS / "results" / "profile-h200-llama-8b.json"
+    load = ["--trace", trace, "--speed", "2", "--seconds", "5", "--targets", "60000:60000,1:1", "--longest", "800"]
+    arms = ["--shape", "toy", "--stock", "64", "--groups", "capped:100", "--kv-gib", "1", "--profile", profile]
+    command = [sys.executable, "replay.py", *map(str, load + arms), "--out", str(out)]
+    run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    results = json.loads(out.read_text())
+    settings = [64, "capped:100", "slo:60000:60000", "slo:1:1"]
+    assert [row["setting"] for row in results["rows"]] == settings
+    for row in results["rows"]:
+        assert row["requests"] == 2 and row["tokens"] == 10, "the third request is longer than 800 tokens"
+        assert set(row["within"]["60000:60000"].values()) == {1.0} and row["within"]["1:1"]["tpot_ms"] == 0.0
+    assert all(row["predicted"]["within"]["60000:60000"] == 1.0 for row in results["rows"])
+
+
+def test_equal_hashes_of_a_trace_are_equal_tokens():
+    sys.path.insert(0, str(BENCHMARKS))
+    from arrivals import BLOCK_TOKENS, Request
+
+    one = Request(0.0, 3 * BLOCK_TOKENS, 5, [7, 8, 9]).prompt(0, 1000)
+    other = Request(0.0, 2 * BLOCK_TOKENS + 50, 5, [7, 8, 10]).prompt(1, 1000)
+    assert len(one) == 3 * BLOCK_TOKENS and len(other) == 2 * BLOCK_TOKENS + 50
+    assert one[: 2 * BLOCK_TOKENS] == other[: 2 * BLOCK_TOKENS] and one[2 * BLOCK_TOKENS :][:50] != other[-50:]
+    assert Request(0.0, 100, 5, []).prompt(0, 1000) != Request(0.0, 100, 5, []).prompt(1, 1000)
+
+
+def test_requests_within_targets_are_those_that_were_answered_in_time():
+    sys.path.insert(0, str(BENCHMARKS))
+    from arrivals import Request, Seen, share_within, summary
+
+    quick, slow, unanswered = Seen(), Seen(), Seen()
+    for now_ms, tokens in ((50.0, 1), (60.0, 2), (70.0, 3)):
+        quick.token(now_ms, tokens)
+        slow.token(now_ms * 10, tokens)
+    unanswered.token(50.0, 1)
+    found = summary([Request(10.0, 8, 3, [])] * 3, [quick, slow, unanswered])
+    assert found["seen"]["ttft_ms"] == [40.0, 490.0, None] and found["seen"]["tpot_ms"][:2] == [10.0, 100.0]
+    assert share_within(found["seen"], 100.0, 20.0) == share_within(found["seen"], 1000.0, 20.0) == 1 / 3
+    assert share_within(found["seen"], 1000.0, 100.0) == 2 / 3
+    assert found["tokens"] == 7 and found["itl_max_ms"] == 100.0
 
 
 def test_the_comparison_reads_stock_at_the_same_itl():

@@ -67,6 +67,8 @@ def test_nothing_given_is_all_defaults():
         "split_forward_token_budget": None,
         "policy": "table",
         "itl_slo_ms": None,
+        "prefill_wait_limit_ms": None,
+        "itl_limit_ms": None,
         "ttft_slo_ms": None,
         "calibration": "auto",
         "fixed_group": None,
@@ -463,3 +465,13 @@ class TestTarget:
     def test_a_target_is_a_number_above_0(self, value):
         with pytest.raises(ConfigError, match="itl_slo_ms is .* but must be a number above 0"):
             resolve({"itl_slo_ms": value}, {})
+
+    def test_its_limits_belong_to_it_alone(self):
+        for name in ("prefill_wait_limit_ms", "itl_limit_ms"):
+            with pytest.raises(ConfigError, match=f"{name} is 900 but policy table does not use it: set policy slo"):
+                resolve({name: 900}, {})
+
+    def test_the_limit_of_itl_is_not_below_its_target(self):
+        assert resolve({"itl_slo_ms": 25, "itl_limit_ms": 25}, {}).config.itl_limit_ms == 25
+        with pytest.raises(ConfigError, match="itl_limit_ms is 20 but must be at least itl_slo_ms, 25: raise it"):
+            resolve({"itl_slo_ms": 25, "itl_limit_ms": 20}, {})

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_pdmux.worker import lane_device
-from vllm_pdmux.worker.lane_device import FIRST_LEAD, LONGEST_LEAD, CudaDevice, HostDevice
+from vllm_pdmux.worker.lane_device import FIRST_LEAD, LONGEST_LEAD, MARGIN, CudaDevice, HostDevice
 
 
 class Stream:
@@ -17,12 +17,16 @@ class Stream:
     def wait_stream(self, other):
         self.waited_for.append(other.name)
 
+    def wait_event(self, event):
+        self.waited_for.append((event.stream.name, event.number))
+
 
 class Event:
     made = 0
 
     def __init__(self):
         Event.made += 1
+        self.number = Event.made
         self.done, self.stream = False, None
 
     def record(self, stream):
@@ -41,9 +45,24 @@ def streams(monkeypatch):
     return decode, {0: decode, 1: Stream("prefill 1"), 2: Stream("prefill 2")}
 
 
+class Clock:
+    """Seconds, which pass only when a test says so."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
 @pytest.fixture
-def device(streams):
-    return CudaDevice(*streams)
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def device(streams, clock):
+    return CudaDevice(*streams, clock)
 
 
 @pytest.fixture
@@ -59,7 +78,7 @@ def begin(device, group):
     """A batch begins in `group`, as the lane does it; the runner that the device was given."""
     runner = SimpleNamespace()
     device.use(group, runner)
-    device.begin()
+    device.begin(device.moment())
     return runner
 
 
@@ -68,11 +87,14 @@ def gpu_runs(device, layers):
         mark.done = True
 
 
-def launch(device, limit=100):
-    """Launch layers as the lane does; how many."""
+def step(device, clock, group=1, limit=100, launch_s=0.0, step_s=1.0):
+    """A step of the engine: launch layers as the lane does, `limit` at most; how many."""
+    clock.now_s += step_s
+    device.use(group, SimpleNamespace())
     count = 0
     while count < limit and device.wants_more():
         device.mark()
+        clock.now_s += launch_s
         count += 1
     return count
 
@@ -80,24 +102,32 @@ def launch(device, limit=100):
 def test_a_batch_is_ordered_behind_the_decode_steps_and_the_batch_before(device, streams):
     _, prefill = streams
     begin(device, 1)
-    assert prefill[1].waited_for == ["prefill 2", "decode"]
+    assert prefill[1].waited_for == ["prefill 2", ("decode", 1)]
     begin(device, 2)
-    assert prefill[2].waited_for == ["prefill 1", "decode"]
+    assert prefill[2].waited_for == ["prefill 1", ("decode", 2)]
 
 
 def test_a_batch_on_the_stream_of_the_one_before_is_ordered_behind_the_decode_steps_alone(device, streams):
     _, prefill = streams
     begin(device, 2)
     begin(device, 2)
-    assert prefill[2].waited_for == ["decode", "decode"]
+    assert prefill[2].waited_for == [("decode", 1), ("decode", 2)]
 
 
-def test_the_decode_stream_waits_where_a_batch_is_dropped_and_nowhere_else(device, streams):
+def test_a_batch_does_not_wait_for_decode_steps_that_came_after_it_was_admitted(device, streams):
+    decode, prefill = streams
+    admitted = device.moment()
+    device.use(2, SimpleNamespace())
+    device.moment().record(decode)  # later steps
+    device.begin(admitted)
+    assert prefill[2].waited_for == [("decode", admitted.number)]
+
+
+def test_the_decode_stream_waits_where_a_batch_is_dropped_and_nowhere_else(device, streams, clock):
     decode, _ = streams
     begin(device, 1)
-    launch(device)
-    device.use(2, SimpleNamespace())
-    launch(device)
+    step(device, clock, 1)
+    step(device, clock, 2)
     assert decode.waited_for == []
     device.drop()
     assert decode.waited_for == ["prefill 2"]
@@ -150,12 +180,12 @@ class TestAChangeOfGroupBetweenTwoLayers:
         assert runner.main_stream is prefill[2]
         assert [mark.stream for mark in device._marks] == [prefill[1], prefill[2]]
 
-    def test_groups_on_one_stream_wait_for_nothing(self):
+    def test_groups_on_one_stream_wait_for_nothing(self, streams):
         shared = Stream("shared")
         device = CudaDevice(Stream("decode"), {1: shared, 2: shared})
         runner = begin(device, 1)
         device.use(2, runner)
-        assert shared.waited_for == ["decode"] and runner.main_stream is shared
+        assert shared.waited_for == [("decode", 1)] and runner.main_stream is shared
 
     def test_a_runner_that_kept_a_stream_gets_the_new_one(self, device, streams):
         class Runner:
@@ -198,29 +228,71 @@ class TestTheStreamOfTheLanesThread:
         assert set_on_thread[1::2] == ["prefill 1", "prefill 2", "decode", "prefill 1"]
 
 
-def test_a_little_more_is_queued_than_the_gpu_runs(device):
-    begin(device, 1)
-    assert launch(device) == FIRST_LEAD
-    assert launch(device) == 0, "nothing has run: nothing is launched"
-    gpu_runs(device, 1)
-    assert launch(device) == 1
+class TestTheLead:
+    """How many layers are queued."""
 
-
-def test_a_queue_that_ran_dry_is_kept_longer_within_a_bound(device):
-    begin(device, 1)
-    launched = []
-    for _ in range(3 * LONGEST_LEAD):
-        launched.append(launch(device))
-        gpu_runs(device, 1000)
-    assert launched[:3] == [FIRST_LEAD, FIRST_LEAD + 1, FIRST_LEAD + 2] and launched[-1] == LONGEST_LEAD
-
-
-def test_events_are_used_again(device):
-    for _ in range(50):
+    def test_a_little_more_is_queued_than_the_gpu_begins(self, device, clock):
         begin(device, 1)
-        launch(device)
+        assert step(device, clock) == FIRST_LEAD
+        assert step(device, clock) == 0, "nothing has begun: nothing is launched"
+        gpu_runs(device, 1)
+        assert step(device, clock) == 1 + MARGIN - FIRST_LEAD + 1
+
+    def test_it_is_what_the_gpu_begins_in_a_step_and_a_margin(self, device, clock):
+        begin(device, 1)
+        for _ in range(20):
+            step(device, clock)
+            gpu_runs(device, 5)
+        step(device, clock)
+        assert len(device._marks) == 5 + MARGIN
+
+    def test_it_grows_when_the_queue_has_run_dry_within_a_bound(self, device, clock):
+        begin(device, 1)
+        launched = []
+        for _ in range(20):
+            launched.append(step(device, clock))
+            gpu_runs(device, 1000)
+        assert launched[:4] == [2, 3, 4, 6] and launched[-1] == LONGEST_LEAD
+
+    def test_it_shrinks_step_by_step_when_layers_take_longer(self, device, clock):
+        begin(device, 1)
+        for _ in range(20):
+            step(device, clock)
+            gpu_runs(device, 1000)
+        queued = []
+        for _ in range(2 * LONGEST_LEAD):
+            step(device, clock)
+            queued.append(len(device._marks))
+            gpu_runs(device, 1)
+        assert queued == sorted(queued, reverse=True) and queued[-1] == 1 + MARGIN
+
+    def test_a_batch_with_no_layers_left_says_nothing(self, device, clock):
+        begin(device, 1)
+        for _ in range(5):
+            step(device, clock, limit=1)
+            gpu_runs(device, 1000)
+        assert step(device, clock) == FIRST_LEAD
+
+    def test_the_host_launches_for_a_part_of_a_step_only(self, device, clock):
+        begin(device, 1)
+        for _ in range(20):
+            step(device, clock)
+            gpu_runs(device, 1000)
+        launched = []
+        for _ in range(4):
+            launched.append(step(device, clock, launch_s=0.1, step_s=0.2))
+            gpu_runs(device, 1000)
+        # A step takes its launches and 0.2 s; half of that, and the layer that is under way when it is over.
+        assert max(launched) == 3 and min(launched) >= 1
+
+
+def test_events_are_used_again(device, clock):
+    device.use(1, SimpleNamespace())
+    device.begin(device.moment())
+    for _ in range(50):
+        step(device, clock)
         gpu_runs(device, 1000)
-    assert Event.made <= 2 * LONGEST_LEAD
+    assert Event.made <= 1 + 2 * LONGEST_LEAD
 
 
 @pytest.mark.parametrize("name", ["copy_event", "async_copy_ready_event"])

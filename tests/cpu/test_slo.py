@@ -2,6 +2,7 @@
 """The slo policy, on simulated devices that are not what it believes at first."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -44,6 +45,7 @@ class Device:
     def __init__(self, shares, seed=0, error=0.0, noise=0.05):
         self._random = random.Random(seed)
         self._noise = noise
+        self.may_fuse = False  # whether the policy is asked
         draw = lambda: 1 + self._random.uniform(-error, error)  # noqa: E731
         self.slowdowns = self._monotone(shares, [draw() * self._slowdown(share) for share in shares])
         self.rates = [
@@ -73,7 +75,7 @@ class Device:
 
     def step(self, policy, load):
         """One step with both lanes busy; (what was decided, its ms)."""
-        fused = policy.fused_tokens(load)
+        fused = policy.fused_tokens(load) if self.may_fuse else 0
         alone_ms = self.alone_ms(load)
         noise = 1 + abs(self._random.gauss(0, self._noise))
         if fused:
@@ -86,6 +88,8 @@ class Device:
         return group, ms
 
     def warm_up(self, policy, load, prefill=True):
+        """Steps of decode alone, and of prefill alone."""
+        self.may_fuse |= prefill
         for _ in range(30):
             policy.observe(self._seen(Kind.DECODE, self.alone_ms(load), load, 0))
             if prefill:
@@ -163,7 +167,7 @@ def test_it_finds_the_best_group_of_a_device_that_is_not_as_expected(shares, see
     device = Device(shares, seed, error=0.15)
     target_ms = times_alone * device.alone_ms(load())
     slo = policy(shares, target_ms)
-    device.warm_up(slo, load(), prefill=False)  # without it there is no fused step
+    device.warm_up(slo, load(), prefill=False)  # and no fused steps
     serve(slo, device, load(), 1000)
     steps = serve(slo, device, load(), 900)
     best = device.best(load(), target_ms)
@@ -356,3 +360,52 @@ class TestOrder:
 
     def test_other_policies_keep_the_order_of_arrival(self):
         assert not FixedPolicy(1, 1, LayerRule()).overtakes(Prompt(1, 0), Prompt(1e6, 0))
+
+
+class TestStarvation:
+    """A prompt that has waited for too long lets ITL grow, up to its limit."""
+
+    def slo(self, itl_limit_ms):
+        device = Device(CAPPED, noise=0.0)
+        target = Target(1.35 * device.alone_ms(load()), None, 2_000.0, itl_limit_ms)
+        slo = SloPolicy(CAPPED, target, DecodeAlone(WEIGHTS, KV), True, print)
+        device.warm_up(slo, load(), prefill=False)
+        serve(slo, device, load(), 100)
+        return slo, device
+
+    def waiting(self, wait_ms):
+        return replace(load(), oldest_wait_ms=wait_ms)
+
+    def groups(self, slo, device, wait_ms):
+        steps = serve(slo, device, self.waiting(wait_ms), 400)  # it tries what it does not know
+        return {group for group, _ in steps[-50:]}
+
+    def test_before_the_limit_only_the_target_counts(self):
+        slo, device = self.slo(None)
+        assert self.groups(slo, device, 2_000.0) == {5}
+
+    def test_after_it_prefill_gets_the_fastest_group_and_then_the_target_counts_again(self):
+        slo, device = self.slo(None)
+        assert self.groups(slo, device, 2_001.0) == {1}
+        assert self.groups(slo, device, 0.0) == {5}
+
+    def test_the_limit_of_itl_holds_even_then(self):
+        alone_ms = Device(CAPPED).alone_ms(load())
+        slo, device = self.slo(1.95 * alone_ms)
+        (group,) = self.groups(slo, device, 60_000.0)
+        assert 1 < group < 5 and device.slowdowns[group - 1] <= 1.95
+
+    def test_a_load_that_starves_is_not_counted_as_a_target_out_of_reach(self):
+        slo, device = self.slo(1.4 * Device(CAPPED).alone_ms(load()))
+        before = slo.infeasible_decisions
+        self.groups(slo, device, 60_000.0)
+        assert slo.infeasible_decisions == before
+
+
+def test_where_prefill_was_never_alone_its_rate_follows_from_the_groups():
+    device = Device(CAPPED, noise=0.0)
+    slo = policy(CAPPED, 4 * device.alone_ms(load()))
+    device.warm_up(slo, load(), prefill=False)
+    assert slo.fused_tokens(load()) == 0, "no rate is known"
+    serve(slo, device, load(), 100)
+    assert slo.fused_tokens(load()) == pytest.approx(3 * device.alone_ms(load()) * device.FULL_RATE, rel=0.15)

@@ -86,7 +86,7 @@ def test_a_target_that_cannot_be_met_changes_no_token_and_starves_no_prompt(slo,
 
 
 class Impossible:
-    def of(self, alone_ms):
+    def of(self, alone_ms, wait_ms=0.0):
         return alone_ms / 2
 
 
@@ -123,6 +123,13 @@ def test_the_load_has_the_context_of_the_decoding_requests(slo):
     contexts = [load.context_tokens for load in spy.loads if load.decode_batch == 1]
     assert contexts and all(50 < tokens < 50 + 40 + 2 for tokens in contexts)
     assert contexts == sorted(contexts)
+
+
+def test_the_load_has_the_wait_of_the_oldest_request_without_a_token(slo):
+    spy = use(slo, Spy())
+    slo.run([Arrival("chat", prompt(50, 1), GREEDY), Arrival("long", prompt(200, 2), GREEDY, 10)])
+    waits = [load.oldest_wait_ms for load in spy.loads if load.prefill_tokens and load.decode_batch]
+    assert waits[0] > 0 and waits == sorted(waits), "the long prompt waits, the chat has its first token"
 
 
 @pytest.mark.parametrize("tokens", [16, 100, 10_000])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in a process of its own serves schedules of requests and writes tokens and logprobs to a file.
 
-python schedule_process.py SPEC OUT.json, where SPEC is JSON: "model" (tiny or a shape of benchmarks/shapes.py),
-"cases", "pdmux" (settings of the plugin, null for stock), and what is done to the engine: "later" (arrivals come later,
-so that batches differ), "switch" (another group at each step), "delay_cycles" (the prefill lane's stream sleeps before
-each sampling), "engine" (arguments of vllm.LLM), "layers" (of a shape, instead of its own number),
-"v1" (Model Runner V1).
+python schedule_process.py SPEC OUT.json, where SPEC is JSON: "model" (tiny, a shape of benchmarks/shapes.py, or any
+name with "path", the model's folder), "cases", "pdmux" (settings of the plugin, null for stock), and what is done to
+the engine: "later" (arrivals come later, so that batches differ), "switch" (another group at each step), "delay_cycles"
+(the prefill lane's stream sleeps before each sampling), "engine" (arguments of vllm.LLM), "layers" (of a shape, instead
+of its own number), "v1" (Model Runner V1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -22,10 +21,13 @@ os.environ.setdefault("PDMUX_EXPERIMENTAL_CUDA", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import tiny_model
-from driver import Arrival, Driver, prompt
+import schedule_cases
+import text_cases
+from driver import Driver
+from engine_models import arguments
 
 GIB = 1 << 30
+CASES = schedule_cases.CASES | text_cases.CASES
 
 
 def main(spec: dict, out: str) -> None:
@@ -44,23 +46,15 @@ def main(spec: dict, out: str) -> None:
 
 
 def engine(spec: dict):
-    import shapes
-    import wide_weights
     from vllm import LLM
 
-    if spec["model"] == "tiny":
-        model = {"model": wide_model(Path(tempfile.mkdtemp()))}
-    else:
-        wide_weights.install()
-        changes = {"num_hidden_layers": spec["layers"]} if "layers" in spec else {}
-        model = shapes.arguments(spec["model"], **changes)
     settings = {}
     if spec["pdmux"] is not None:
         settings["additional_config"] = {"pdmux": {"trace_steps": 100_000, **spec["pdmux"]}}
     common = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 1024, "disable_log_stats": False}
     # The size of the KV cache is given, since several engines start beside each other.
     memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 * GIB}
-    return LLM(**{**common, **memory, **model, **settings, **spec.get("engine", {})})
+    return LLM(**{**common, **memory, **arguments(spec), **settings, **spec.get("engine", {})})
 
 
 def prepare(driver, spec):
@@ -123,117 +117,6 @@ def left(driver):
 def states(runner) -> int:
     """Requests that a runner, V2 or V1, knows."""
     return len(runner.req_states.req_id_to_index if hasattr(runner, "req_states") else runner.requests)
-
-
-def wide_model(folder: Path) -> str:
-    """The tiny model, wider: FlashAttention wants heads of 64 and 16-bit weights."""
-    sizes = {"HIDDEN": 512, "HEADS": 8, "KV_HEADS": 2, "INTERMEDIATE": 1024, "HEAD": 64}
-    for name, value in sizes.items():
-        setattr(tiny_model, name, value)
-    tiny_model.build(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
-    return str(folder)
-
-
-def params(**changes):
-    from vllm import SamplingParams
-
-    return SamplingParams(**{"temperature": 0, "max_tokens": 60, "ignore_eos": True, "logprobs": 3, **changes})
-
-
-def chats(tokens: int):
-    return [Arrival(f"chat{i}", prompt(30 + 17 * i, i), params(max_tokens=tokens)) for i in range(4)]
-
-
-def longs(count: int, apart: int, sampling, first: int = 6):
-    return [Arrival(f"long{i}", prompt(900 + 150 * (i % 6), 50 + i), sampling, first + apart * i) for i in range(count)]
-
-
-def serve(driver, sampling, delay: int):
-    """Four requests decode; long prompts come one after another, and short ones that share a prefix."""
-    shared = [Arrival(f"shared{i}", [*prompt(512, 99), *prompt(40, i)], sampling, 30 + 3 * i * delay) for i in range(3)]
-    fresh(driver)
-    return plain(driver.run([*chats(150), *longs(4, 9 * delay, sampling), *shared]))
-
-
-def aborts(driver, delay: int):
-    """Prompts are aborted in the lane; later the same prompts come again and must not hit what was not computed."""
-    aborted = {7: "long0", 13: "long1", 22: "long2", 29: "long4"}
-    again = [Arrival(f"again{i}", prompt(900 + 150 * i, 50 + i), params(), 60 + 5 * i * delay) for i in range(3)]
-    fresh(driver)
-
-    def abort(driver):
-        if driver.step_number in aborted:
-            driver.abort(aborted[driver.step_number])
-
-    results = driver.run([*chats(200), *longs(6, 5, params()), *again], abort)
-    return plain({name: result for name, result in results.items() if name not in aborted.values()})
-
-
-def joins(driver, delay: int):
-    """500 short prompts join four requests that decode."""
-    short = params(max_tokens=3)
-    arrivals = [Arrival(f"join{i}", prompt(40 + i % 90, 1000 + i), short, 10 + 2 * i * delay) for i in range(500)]
-    fresh(driver)
-    return plain(driver.run([*chats(1500), *arrivals], limit=20_000))
-
-
-def switches(driver, delay: int):
-    """Prompts all the time, beside requests that decode for 1,900 steps, twice; what is kept must not grow."""
-    import torch
-
-    resources = []
-    results = {}
-    for round_number in range(2):
-        fresh(driver)
-        results = driver.run([*chats(1900), *longs(420, 4 * delay, params(max_tokens=2))], limit=20_000)
-        if hasattr(driver.worker, "_backend"):
-            streams = {stream.cuda_stream for stream in driver.worker._prefill_streams.values()}
-            kept = {"reserved_bytes": torch.cuda.memory_reserved(), "streams": len(streams)}
-            resources.append({**kept, "contexts": len(driver.worker._backend._kept)})
-    driver.resources = resources
-    return plain({name: result for name, result in results.items() if name.startswith("chat")})
-
-
-def preemption(driver, delay: int):
-    """More requests than the KV cache holds."""
-    fresh(driver)
-    growing = [Arrival(f"chat{i}", prompt(100 + 7 * i, i), params(max_tokens=300), 2 * i) for i in range(8)]
-    return plain(driver.run([*growing, *longs(6, 15 * delay, params(max_tokens=40))], limit=20_000))
-
-
-CASES = {
-    "greedy": lambda driver, delay: serve(driver, params(), delay),
-    "prompt logprobs": lambda driver, delay: serve(driver, params(max_tokens=20, prompt_logprobs=2), delay),
-    "penalties": lambda driver, delay: serve(driver, params(presence_penalty=1.2, repetition_penalty=1.3), delay),
-    # Its kernels keep scratch for the whole process, and some rows are greedy.
-    "top k and top p": lambda driver, delay: serve(driver, params(temperature=0.8, top_k=20, top_p=0.9, seed=7), delay),
-    "one token": lambda driver, delay: serve(driver, params(max_tokens=1), delay),
-    "aborts": aborts,
-    "joins": joins,
-    "switches": switches,
-    "preemption": preemption,
-}
-
-
-def fresh(driver):
-    driver.settle()
-    assert driver.scheduler.reset_prefix_cache()
-
-
-def plain(results):
-    def values(logprobs):
-        return {str(token): value.logprob for token, value in logprobs.items()}
-
-    return {
-        name: {
-            "tokens": result.tokens[0],
-            "logprobs": [values(one) for one in result.logprobs[0]],
-            "prompt": [values(one) for one in (result.prompt_logprobs or []) if one is not None],
-        }
-        for name, result in results.items()
-    }
 
 
 def count_preemptions():

@@ -235,6 +235,14 @@ class Beside:
         """Whether rates are in work per ms, or only relative."""
         return self._is_calibrated or any(rate.value is not None for rate in self._faster)
 
+    @property
+    def full_rate(self) -> float | None:
+        """Of prefill on the whole device, as far as the rates of groups tell; None while none is known."""
+        seen = [rate.value for rate in self._faster if rate.value is not None]
+        if self._is_calibrated or not seen:  # what is calibrated is no part of the whole device's
+            return None
+        return sum(seen) / len(seen) * (self._faster_now.value or 1.0)
+
     def _hope(self, place: int) -> float:
         if not self._slower[place].is_seen and not self._is_calibrated:
             return HOPE_UNSEEN

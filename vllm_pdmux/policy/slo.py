@@ -17,6 +17,9 @@ from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observatio
 from vllm_pdmux.policy.work import PromptWork
 
 DEFAULT_TARGET = 1.5  # times a decode step alone, when no target is given
+# Neither lane starves: a prompt that has waited for so long lets ITL grow, but not above so many times its target.
+PREFILL_WAIT_LIMIT_MS = 10_000.0
+ITL_LIMIT = 4.0
 # A group is left for a better one only when that is expected to prefill so much faster.
 WORTH_A_SWITCH = 1.05
 # A new group stays for so many decisions, and the first of its steps, which may have had layers of the old one beside
@@ -38,14 +41,24 @@ SHORTEST_STEP_MS = 0.01
 
 @dataclass(frozen=True)
 class Target:
-    """What the user asks for. `itl_ms` None: DEFAULT_TARGET times decode alone. `ttft_ms` None: in order of arrival."""
+    """What the user asks for. `itl_ms` None: DEFAULT_TARGET times decode alone. `ttft_ms` None: in order of arrival.
+
+    `prefill_wait_limit_ms`: from when on a prompt's wait counts for more than `itl_ms`. `itl_limit_ms`: what ITL should
+    keep even then; None: ITL_LIMIT times its target.
+    """
 
     itl_ms: float | None = None
     ttft_ms: float | None = None
+    prefill_wait_limit_ms: float = PREFILL_WAIT_LIMIT_MS
+    itl_limit_ms: float | None = None
 
-    def of(self, alone_ms: float) -> float:
-        """The target of a load whose decode step takes `alone_ms` alone."""
-        return self.itl_ms if self.itl_ms is not None else alone_ms * DEFAULT_TARGET
+    def of(self, alone_ms: float, wait_ms: float = 0.0) -> float:
+        """The ITL that a load should keep whose decode step takes `alone_ms` alone and whose oldest prompt has waited
+        for `wait_ms`."""
+        target_ms = self.itl_ms if self.itl_ms is not None else alone_ms * DEFAULT_TARGET
+        if wait_ms <= self.prefill_wait_limit_ms:
+            return target_ms
+        return self.itl_limit_ms if self.itl_limit_ms is not None else target_ms * ITL_LIMIT
 
 
 class SloPolicy:
@@ -94,19 +107,21 @@ class SloPolicy:
             return alone
         alone_ms = self._alone.ms(load.decode_batch, load.context_tokens)
         self._mix = self._alone.mix(load.decode_batch, load.context_tokens)
-        group, belief = self._choose(alone_ms, self._mix)
-        expected_ms, target_ms = alone_ms * belief.slowdown * belief.hope * self._tail, self._target.of(alone_ms)
-        if self._paced_by_device and expected_ms > target_ms:
+        target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
+        group, belief = self._choose(alone_ms, target_ms, self._mix)
+        expected_ms = alone_ms * belief.slowdown * belief.hope * self._tail
+        is_asked = target_ms == self._target.of(alone_ms)  # no prompt has waited too long
+        if self._paced_by_device and is_asked and expected_ms > target_ms:
             self._count_infeasible(expected_ms, target_ms)
-        return Decision(self._switch_to(group), self._layers(load, alone_ms))
+        return Decision(self._switch_to(group), self._layers(load, alone_ms, target_ms))
 
     def fused_tokens(self, load: Load) -> int:
         """Prompt tokens of a fused step that meets the target, where that prefills faster than the best group."""
         alone_ms = self._alone.ms(load.decode_batch, load.context_tokens)
-        full_rate = self._full_rate.value
+        full_rate = self._full_rate.value or self._beside.full_rate
         if not self._paced_by_device or full_rate is None or not alone_ms or not load.decode_batch:
             return 0
-        target_ms = self._target.of(alone_ms) / self._tail
+        target_ms = self._target.of(alone_ms, load.oldest_wait_ms) / self._tail
         work = (target_ms / self._fused_error.value - self._fused_decode * alone_ms) * full_rate
         if target_ms < self._fused_floor * alone_ms or work <= 0:
             return 0
@@ -114,7 +129,7 @@ class SloPolicy:
         if tokens < SMALLEST_FUSED_TOKENS:
             return 0
         mix = self._alone.mix(load.decode_batch, load.context_tokens)
-        best = self._choose(alone_ms, mix)[1].rate if self._beside.knows_a_rate else full_rate
+        best = self._choose(alone_ms, target_ms * self._tail, mix)[1].rate if self._beside.knows_a_rate else full_rate
         return tokens if work / target_ms > WORTH_A_SWITCH * best else 0
 
     def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
@@ -138,13 +153,13 @@ class SloPolicy:
             return self._beside.beliefs(self._mix)[self._group - 1].rate
         return self._full_rate.value
 
-    def _choose(self, alone_ms: float, mix: Mix) -> tuple[int, Belief]:
+    def _choose(self, alone_ms: float, target_ms: float, mix: Mix) -> tuple[int, Belief]:
         """The group, and what is believed of it."""
         beliefs = self._beside.beliefs(mix)
         safest = min(range(len(beliefs)), key=lambda place: beliefs[place].slowdown)
         if not self._alone.is_known:
             return safest + 1, beliefs[safest]
-        allowed = self._target.of(alone_ms) / self._tail / alone_ms
+        allowed = target_ms / self._tail / alone_ms
         rates = [one.rate / one.hope if one.slowdown * one.hope <= allowed else 0.0 for one in beliefs]
         best = max(range(len(beliefs)), key=lambda place: (rates[place], -beliefs[place].slowdown))
         if not rates[best]:
@@ -161,14 +176,14 @@ class SloPolicy:
             self._group, self._stay, self._unsettled = group, STAY, UNSETTLED
         return self._group or group
 
-    def _layers(self, load: Load, alone_ms: float) -> int:
+    def _layers(self, load: Load, alone_ms: float, target_ms: float) -> int:
         """On a GPU all; else those whose time fits between a decode step alone and the target, one at least."""
         if self._paced_by_device:
             return ALL_LAYERS
         rate = self._full_rate.value
         if rate is None or not load.prefill_work or not self._alone.is_known:
             return max(1, load.model_layers // 8)
-        spare_ms = self._target.of(alone_ms) / self._tail - alone_ms
+        spare_ms = target_ms / self._tail - alone_ms
         layer_ms = max(load.prefill_work / rate / load.model_layers, SHORTEST_STEP_MS)
         return min(max(1, int(spare_ms / layer_ms)), ALL_LAYERS)
 

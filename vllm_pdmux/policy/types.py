@@ -20,6 +20,7 @@ class Load:
     context_tokens: int = 0  # of all decoding requests together
     prefill_work: float = 0.0  # of the prefill batch, see PromptWork
     computed_tokens: int = 0  # of the prompt that is to be prefilled next
+    oldest_wait_ms: float = 0.0  # since the oldest request without a first token arrived
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ class _Engine:
             self._context_tokens,
             prefill_work=self._batch.work if self._batch else 0.0,
             computed_tokens=computed,
+            oldest_wait_ms=self._oldest_wait_ms(),
         )
         if not self._decoding:
             return self._prefill_step()
@@ -184,6 +185,10 @@ class _Engine:
         if batch.done_ms >= batch.total_ms * (1 - 1e-9):
             self._batch = None
             self._join(batch)
+
+    def _oldest_wait_ms(self) -> float:
+        first = ([self._batch.parts[0][0]] if self._batch else []) + ([self._waiting[0]] if self._waiting else [])
+        return self._now_ms - min((request.arrival.at_ms for request in first), default=self._now_ms)
 
     def _prefill_step(self) -> None:
         """Nothing decodes: the batch has the device to itself until it is done."""

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-# Layers queued ahead of the GPU. Two, so that one runs while the next is launched; more when the queue has run dry.
-FIRST_LEAD, LONGEST_LEAD = 2, 12
+# Layers queued ahead of the GPU: as many as it begins in a step, and MARGIN.
+FIRST_LEAD, MARGIN, LONGEST_LEAD = 2, 2, 16
+# The host launches layers between two decode steps. It spends no more than this share of a step on them, or decode
+# would wait for it where layers are so short that their launch takes as long as they do.
+HOST_SHARE = 0.5
 
 
 class LaneDevice(Protocol):
@@ -22,8 +26,11 @@ class LaneDevice(Protocol):
     def use(self, group: int, runner: Any) -> None:
         """On the worker's thread: launch what comes next of `runner` on the SMs of `group`."""
 
-    def begin(self) -> None:
-        """On the worker's thread, before a batch: order it behind what the decode lane has queued."""
+    def moment(self) -> Any:
+        """On the worker's thread: what the decode lane has queued up to now, for `begin`."""
+
+    def begin(self, after: Any) -> None:
+        """On the worker's thread, before a batch: order it behind the moment `after`."""
 
     def enter(self) -> None:
         """On the lane's thread, whenever the batch goes on: there it may find another stream."""
@@ -55,7 +62,9 @@ class HostDevice:
 
     def use(self, group: int, runner: Any) -> None: ...
 
-    def begin(self) -> None: ...
+    def moment(self) -> None: ...
+
+    def begin(self, after: Any) -> None: ...
 
     def enter(self) -> None: ...
 
@@ -90,7 +99,12 @@ class CudaDevice:
     keep_thread = True
     workspace = 1
 
-    def __init__(self, decode_stream: torch.cuda.Stream, prefill_streams: Mapping[int, torch.cuda.Stream]):
+    def __init__(
+        self,
+        decode_stream: torch.cuda.Stream,
+        prefill_streams: Mapping[int, torch.cuda.Stream],
+        clock_s: Callable[[], float] = time.perf_counter,
+    ):
         self._decode_stream = decode_stream
         self._prefill_streams = prefill_streams
         self._last_group = max(prefill_streams)
@@ -98,8 +112,11 @@ class CudaDevice:
         self._entered: torch.cuda.Stream | None = None  # the current stream of the lane's thread
         self._marks: deque[torch.cuda.Event] = deque()  # where layers begin that have not begun on the GPU
         self._free_events: list[torch.cuda.Event] = []
+        self._clock_s = clock_s
+        self._step_s = self._launch_until_s = clock_s()  # when this step's launches began, and when they must end
         self._lead = FIRST_LEAD
-        self._is_first = True
+        self._begun = 0  # layers that have begun on the GPU since the step before
+        self._is_short = False  # whether layers were left to launch when the lead was reached
 
     def use(self, group: int, runner: Any) -> None:
         # A device may have fewer groups than the scheduler counts.
@@ -108,13 +125,34 @@ class CudaDevice:
             stream.wait_stream(self._stream)  # layers run in order, and so do batches
             self._stream = stream
         runner.__dict__["main_stream"] = stream  # else cached from the stream of the runner's first use
+        self._set_lead()
 
-    def begin(self) -> None:
-        # Blocks that the batch writes may be read by decode steps that are queued; blocks that it hits, written.
+    def _set_lead(self) -> None:
+        """Once in a step: by what the GPU has begun since the last one."""
+        is_dry = not self.is_busy()
+        begun, self._begun = self._begun, 0
+        if self._is_short and is_dry:
+            # How many more it would have begun is not known.
+            self._lead = min(self._lead + self._lead // 2, LONGEST_LEAD)
+        elif not is_dry:
+            needed = max(begun + MARGIN, FIRST_LEAD)
+            self._lead = needed if needed > self._lead else self._lead - (self._lead > needed)
+            self._lead = min(self._lead, LONGEST_LEAD)
+        self._is_short = False
+        now_s = self._clock_s()
+        self._launch_until_s = now_s + (now_s - self._step_s) * HOST_SHARE
+        self._step_s = now_s
+
+    def moment(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._decode_stream)
+        return event
+
+    def begin(self, after: torch.cuda.Event) -> None:
+        # Blocks that the batch writes may be read by decode steps that were queued when it was admitted; blocks that it
+        # hits, written. Decode steps after that know nothing of its blocks.
         if self._stream is not self._decode_stream:
-            self._stream.wait_stream(self._decode_stream)
-        self._is_first = True
-        self._lead = max(FIRST_LEAD, self._lead // 2)  # another batch may have longer layers
+            self._stream.wait_event(after)
         self._entered = None  # whatever has run on the thread since
 
     def enter(self) -> None:
@@ -134,13 +172,13 @@ class CudaDevice:
     def is_busy(self) -> bool:
         while self._marks and self._marks[0].query():
             self._free_events.append(self._marks.popleft())
+            self._begun += 1
         return bool(self._marks)
 
     def wants_more(self) -> bool:
-        if not self.is_busy() and not self._is_first:
-            self._lead = min(self._lead + 1, LONGEST_LEAD)
-        self._is_first = False
-        return len(self._marks) < self._lead
+        self.is_busy()
+        self._is_short = len(self._marks) >= self._lead
+        return not self._is_short and self._clock_s() < self._launch_until_s
 
     def is_done(self, output: Any) -> bool:
         # V2's name, and V1's

@@ -38,6 +38,7 @@ class Batch:
     id: int
     output: SchedulerOutput
     grammar: GrammarOutput | None
+    after: Any  # what it must be ordered behind: a moment of the device
 
     @property
     def req_ids(self) -> list[str]:
@@ -59,6 +60,7 @@ class PrefillLane:
         with use_workspace_lane(device.workspace):  # some attention backends reserve scratch when they are built
             self._runner, self._view = build_prefill_runner(decode_runner, self._at_layer)
         self._queue: deque[Batch] = deque()
+        self._admitted_at: Any = None  # the moment of the device before the step that brings a batch
         self._current: Batch | None = None
         self._launched: deque[tuple[Batch, Any, str | None]] = deque()  # with output or error
         self._finished_req_ids: set[str] = set()  # finished while their batch was in the lane
@@ -70,6 +72,8 @@ class PrefillLane:
         self._finished_req_ids |= self._handover.gone(output)
         self._forget_finished()
         self._handover.move(output.num_scheduled_tokens, self._runner, self._decode_runner)
+        if order.start is not None:
+            self._admitted_at = self._device.moment()
 
     def advance(self, order: PrefillOrder, wait: bool) -> LaneReport | None:
         """Take the order's batch if it brings one, and launch layers. None when there was nothing to run.
@@ -79,7 +83,7 @@ class PrefillLane:
         """
         if order.start is not None:
             assert order.batch_id is not None
-            self._queue.append(Batch(order.batch_id, order.start, order.grammar))
+            self._queue.append(Batch(order.batch_id, order.start, order.grammar, self._admitted_at))
         self._device.use(order.group, self._runner)
         if self._current is None and self._queue:
             self._begin(self._queue.popleft())
@@ -98,7 +102,7 @@ class PrefillLane:
 
         self._view.begin()
         self._device.use(group, self._runner)
-        self._device.begin()
+        self._device.begin(self._device.moment())
         self._lane.start(run)
         self._lane.advance(ALL_LAYERS)
         self._lane.take()
@@ -124,7 +128,7 @@ class PrefillLane:
         self._handover.move(batch.output.num_scheduled_tokens, self._decode_runner, self._runner)
         self._current = batch
         self._view.begin()
-        self._device.begin()
+        self._device.begin(batch.after)
         self._lane.start(lambda: self._run(batch))
 
     def _run(self, batch: Batch) -> Any:

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests of a trace see of stock vLLM, of divisions of the SMs and of the slo policy, and what was predicted.
+
+Each arm is an engine in a process of its own; all are up at once and take turns, one serves while the others are idle.
+Requests arrive in real time, `--speed` times faster than in the trace. Prompts are random tokens; where the trace has
+hashes of their blocks, equal hashes are equal tokens, so that prefixes are reused. Requests longer than `--longest`
+are left out.
+
+    python benchmarks/replay.py --trace azure_conv_2023.csv --speed 3 --seconds 20 --targets 15:500,25:1000 \\
+        --stock 512,2048 --groups capped:84,disjoint:84 --kv-gib 44 --profile profile.json --out replay.json
+
+Targets are ITL:TTFT in ms. For the arm `slo` each pair is a run of its own; the other arms run once and are counted for
+each. The API server is left out (`vllm serve` adds the same to all arms).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import shapes
+from arrivals import share_within
+from frontier import Process
+from machine import command_line
+
+from vllm_pdmux.cli.simulate import slo
+from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule
+from vllm_pdmux.simulator import Arrival, DeviceProfile, Stock, read_trace, simulate
+from vllm_pdmux.simulator.profile import read_profile
+
+DRAIN_S = 15.0  # after the last arrival
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trace", type=Path, action="append", required=True, help="with --speed, once for each")
+    parser.add_argument("--speed", type=float, action="append", required=True)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals")
+    parser.add_argument("--longest", type=int, default=32768, help="tokens of a request")
+    parser.add_argument("--targets", default="15:1000", help="ITL:TTFT in ms, with commas")
+    parser.add_argument("--stock", default="512,2048", help="chunk sizes: max_num_batched_tokens")
+    parser.add_argument("--groups", default="capped:84,capped:68,disjoint:84,disjoint:68")
+    parser.add_argument("--fixed", help="those of the groups that are measured; all without it")
+    parser.add_argument("--shape", default="llama-8b", choices=shapes.CONFIGS)
+    parser.add_argument("--total-sms", type=int, default=132)
+    parser.add_argument("--kv-gib", type=float, required=True, help="KV cache of each engine")
+    parser.add_argument("--profile", help="of this device and shape, to predict from")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.prompts, args.limit_s, args.max_prefill_tokens, args.chunks = 0, 0.0, None, args.stock
+    if len(args.trace) != len(args.speed):
+        parser.error(f"--trace is given {len(args.trace)} times and --speed {len(args.speed)} times: give one for each")
+    targets = [tuple(map(float, pair.split(":"))) for pair in args.targets.split(",")]
+    profile = read_profile(args.profile) if args.profile else None
+    engines = {arm: Process(arm, args) for arm in ("stock", "pdmux")}
+    found: dict[str, Any] = {"rows": []}
+    for arm, engine in engines.items():
+        ready = engine.answer()
+        common = {name: ready.pop(name) for name in ("machine", "versions", "python")}
+        ready.pop("command")
+        found = {**common, "command": command_line(), "arms": {**found.get("arms", {}), arm: ready}, "rows": []}
+    for path, speed in zip(args.trace, args.speed, strict=True):
+        arrivals = chosen(path, speed, args.seconds, args.longest)
+        order = [[one.at_ms, one.prompt_tokens, one.answer_tokens, list(one.blocks)] for one in arrivals]
+        load = {"trace": path.name, "speed": speed, "requests": len(arrivals)}
+        print(load, "prompt tokens/s", sum(a.prompt_tokens for a in arrivals) / args.seconds, file=sys.stderr)
+        for number in range(args.rounds):
+            for arm, setting in settings(args, targets):
+                limit_s = args.seconds + DRAIN_S
+                served = engines[arm].ask({"replay": order, "setting": setting, "limit_s": limit_s})
+                row = {**load, "round": number, "arm": arm, "setting": setting, **served}
+                row["within"] = {f"{itl:g}:{ttft:g}": within(served, itl, ttft) for itl, ttft in targets}
+                if profile is not None:
+                    row["predicted"] = predicted(profile, arrivals, setting, targets)
+                found["rows"].append(row)
+                print(line(row), file=sys.stderr, flush=True)
+                if args.out:
+                    args.out.write_text(json.dumps(found) + "\n")
+    for engine in engines.values():
+        engine.close()
+
+
+def settings(args: argparse.Namespace, targets: list[tuple[float, ...]]) -> list[tuple[str, Any]]:
+    """The arms, with stock's between the plugin's, so that what drifts meets both."""
+    mine = (args.fixed or args.groups).split(",") + [f"slo:{itl:g}:{ttft:g}" for itl, ttft in targets]
+    stock = [int(chunk) for chunk in args.stock.split(",")]
+    found: list[tuple[str, Any]] = []
+    for place, setting in enumerate(mine):
+        found += [("stock", stock[place])] if place < len(stock) else []
+        found.append(("pdmux", setting))
+    return found + [("stock", chunk) for chunk in stock[len(mine) :]]
+
+
+def chosen(path: Path, speed: float, seconds: float, longest: int) -> list[Arrival]:
+    """The requests that arrive in the first `seconds`."""
+    arrivals = read_trace(str(path), None, speed)
+    return [one for one in arrivals if one.at_ms <= seconds * 1e3 and one.prompt_tokens + one.answer_tokens <= longest]
+
+
+def within(served: dict[str, Any], itl_slo_ms: float, ttft_slo_ms: float) -> dict[str, float]:
+    """The share of requests within both targets, by what of their ITL is meant."""
+    kinds = ("tpot_ms", "itl_p95_ms", "itl_max_ms")
+    return {kind: share_within(served["seen"], ttft_slo_ms, itl_slo_ms, kind) for kind in kinds}
+
+
+def predicted(
+    profile: DeviceProfile, arrivals: list[Arrival], setting: Any, targets: list[tuple[float, ...]]
+) -> dict[str, Any]:
+    """What the simulator says."""
+    labels = [f"{group.sharing}:{group.prefill_sms}" for group in profile.groups]
+    found: dict[str, Any] = {"within": {}}
+    for itl, ttft in targets:
+        if isinstance(setting, int):
+            arm: Any = Stock(setting)
+        elif setting.startswith("slo"):
+            arm = slo(profile, *map(float, setting.split(":")[1:]))
+        elif setting in labels:
+            arm = FixedPolicy(labels.index(setting) + 1, len(labels), LayerRule(layers_per_group=ALL_LAYERS))
+        else:
+            return {}
+        result = simulate(profile, arrivals, arm, ttft_slo_ms=ttft, tpot_slo_ms=itl)
+        found["within"][f"{itl:g}:{ttft:g}"] = result.met / len(arrivals)
+        ttfts = sorted(result.ttft_ms)
+        found |= {"ttft_p50_ms": ttfts[len(ttfts) // 2], "ttft_p99_ms": ttfts[int(0.99 * (len(ttfts) - 1))]}
+        found |= {"itl_p50_ms": result.itl_ms(0.5), "itl_p99_ms": result.itl_ms(0.99)}
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row for people."""
+    ttft = sorted(one for one in row["seen"]["ttft_ms"] if one is not None) or [float("nan")]
+    shares = " ".join(f"{name}={value['tpot_ms']:.1%}" for name, value in row["within"].items())
+    times = f"TTFT {ttft[len(ttft) // 2]:.0f}/{ttft[int(0.99 * (len(ttft) - 1))]:.0f}"
+    itl = f"ITL {row['itl_p50_ms']:.1f}/{row['itl_p99_ms']:.1f}"
+    text = f"{row['trace']} {row['arm']} {row['setting']}: {times} {itl} within {shares} took {row['took_s']:.1f}"
+    if said := row.get("predicted"):
+        shares = " ".join(f"{name}={value:.1%}" for name, value in said["within"].items())
+        text += f" | TTFT {said['ttft_p50_ms']:.0f}/{said['ttft_p99_ms']:.0f}"
+        text += f" ITL {said['itl_p50_ms']:.1f}/{said['itl_p99_ms']:.1f} {shares}"
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules of requests that engines serve, of made-up tokens: when each arrives, and what is done meanwhile."""
+
+from __future__ import annotations
+
+from driver import Arrival, prompt
+
+CHOICES = ("the first of the answers", "the second, a longer one of them", "none of the others")  # of `choice`
+
+
+def params(**changes):
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0, "max_tokens": 60, "ignore_eos": True, "logprobs": 3, **changes})
+
+
+def chats(tokens: int):
+    return [Arrival(f"chat{i}", prompt(30 + 17 * i, i), params(max_tokens=tokens)) for i in range(4)]
+
+
+def longs(count: int, apart: int, sampling, first: int = 6):
+    return [Arrival(f"long{i}", prompt(900 + 150 * (i % 6), 50 + i), sampling, first + apart * i) for i in range(count)]
+
+
+def serve(driver, sampling, delay: int):
+    """Four requests decode; long prompts come one after another, and short ones that share a prefix."""
+    shared = [Arrival(f"shared{i}", [*prompt(512, 99), *prompt(40, i)], sampling, 30 + 3 * i * delay) for i in range(3)]
+    fresh(driver)
+    return plain(driver.run([*chats(150), *longs(4, 9 * delay, sampling), *shared]))
+
+
+def aborts(driver, delay: int):
+    """Prompts are aborted in the lane; later the same prompts come again and must not hit what was not computed."""
+    aborted = {7: "long0", 13: "long1", 22: "long2", 29: "long4"}
+    again = [Arrival(f"again{i}", prompt(900 + 150 * i, 50 + i), params(), 60 + 5 * i * delay) for i in range(3)]
+    fresh(driver)
+
+    def abort(driver):
+        if driver.step_number in aborted:
+            driver.abort(aborted[driver.step_number])
+
+    results = driver.run([*chats(200), *longs(6, 5, params()), *again], abort)
+    return plain({name: result for name, result in results.items() if name not in aborted.values()})
+
+
+def joins(driver, delay: int):
+    """500 short prompts join four requests that decode."""
+    short = params(max_tokens=3)
+    arrivals = [Arrival(f"join{i}", prompt(40 + i % 90, 1000 + i), short, 10 + 2 * i * delay) for i in range(500)]
+    fresh(driver)
+    return plain(driver.run([*chats(1500), *arrivals], limit=20_000))
+
+
+def switches(driver, delay: int):
+    """Prompts all the time, beside requests that decode for 1,900 steps, twice; what is kept must not grow."""
+    import torch
+
+    resources = []
+    results = {}
+    for round_number in range(2):
+        fresh(driver)
+        results = driver.run([*chats(1900), *longs(420, 4 * delay, params(max_tokens=2))], limit=20_000)
+        if hasattr(driver.worker, "_backend"):
+            streams = {stream.cuda_stream for stream in driver.worker._prefill_streams.values()}
+            kept = {"reserved_bytes": torch.cuda.memory_reserved(), "streams": len(streams)}
+            resources.append({**kept, "contexts": len(driver.worker._backend._kept)})
+    driver.resources = resources
+    return plain({name: result for name, result in results.items() if name.startswith("chat")})
+
+
+def preemption(driver, delay: int):
+    """More requests than the KV cache holds."""
+    fresh(driver)
+    growing = [Arrival(f"chat{i}", prompt(100 + 7 * i, i), params(max_tokens=300), 2 * i) for i in range(8)]
+    return plain(driver.run([*growing, *longs(6, 15 * delay, params(max_tokens=40))], limit=20_000))
+
+
+def sleeps(driver, delay: int):
+    """The same schedule four times: as it is, after a sleep, with a sleep in it, and after one that aborted it.
+
+    A sleep of level 1 unmaps weights and KV cache. The two in a schedule come when a prompt is half-way through the
+    lane: what runs is kept and computed again, or it is aborted.
+    """
+    arrivals = [*chats(150), *longs(4, 9 * delay, params())]
+    fresh(driver)
+    rounds = {"before": driver.run(arrivals)}
+    driver.settle()
+    sleep(driver, "abort")
+    rounds["after"] = driver.run(arrivals)
+    fresh(driver)
+    during = HalfWay("long2", lambda driver: sleep(driver, "keep"))
+    rounds["during"] = driver.run(arrivals, during)
+    fresh(driver)
+    aborted = HalfWay("long2", sleep_and_abort)
+    driver.run([arrival for arrival in arrivals if arrival.name != "long3"], aborted)
+    fresh(driver)
+    rounds["after an abort"] = driver.run(arrivals)
+    assert during.done and aborted.done, "no prompt was half-way through the lane"
+    return {name: plain(results) for name, results in rounds.items()}
+
+
+def sleep(driver, mode: str):
+    driver.llm.sleep(level=1, mode=mode)
+    assert driver.engine.is_sleeping() and driver.core.model_executor.is_sleeping
+    assert driver.llm.wake_up() and not driver.engine.is_sleeping()
+
+
+def sleep_and_abort(driver):
+    sleep(driver, "abort")
+    # vLLM tells a client in another process what was aborted; in this one nobody tells the front.
+    front = driver.engine.output_processor
+    front.abort_requests(list(front.request_states), internal=True)
+
+
+class HalfWay:
+    """A hook that does `action` once, when layers of a request have run in the lane and others have not."""
+
+    def __init__(self, name: str, action):
+        self._name, self._action, self.done = name, action, False
+
+    def __call__(self, driver):
+        layers = driver.scheduler._model_layers
+        if not self.done and driver.in_lane(self._name) and 0 < driver.layer() < layers:
+            self.done = True
+            self._action(driver)
+
+
+def choice(driver, delay: int):
+    """Prompts whose answer is one of a few texts, beside requests that say anything."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    sampling = params(ignore_eos=False, structured_outputs=StructuredOutputsParams(choice=list(CHOICES)))
+    answers = serve(driver, sampling, delay)
+    for answer in answers.values():
+        # vLLM's text begins with bytes of the prompt where a made-up prompt ends within a character.
+        answer["text"] = driver.llm.get_tokenizer().decode(answer["tokens"], skip_special_tokens=True)
+    return answers
+
+
+def fresh(driver):
+    driver.settle()
+    assert driver.scheduler.reset_prefix_cache()
+
+
+def plain(results):
+    def values(logprobs):
+        return {str(token): value.logprob for token, value in logprobs.items()}
+
+    return {
+        name: {
+            "tokens": result.tokens[0],
+            "text": result.texts[0],
+            "finish": result.finish_reasons[0],
+            "logprobs": [values(one) for one in result.logprobs[0]],
+            "prompt": [values(one) for one in (result.prompt_logprobs or []) if one is not None],
+        }
+        for name, result in results.items()
+    }
+
+
+CASES = {
+    "greedy": lambda driver, delay: serve(driver, params(), delay),
+    "prompt logprobs": lambda driver, delay: serve(driver, params(max_tokens=20, prompt_logprobs=2), delay),
+    "penalties": lambda driver, delay: serve(driver, params(presence_penalty=1.2, repetition_penalty=1.3), delay),
+    # Its kernels keep scratch for the whole process, and some rows are greedy.
+    "top k and top p": lambda driver, delay: serve(driver, params(temperature=0.8, top_k=20, top_p=0.9, seed=7), delay),
+    "one token": lambda driver, delay: serve(driver, params(max_tokens=1), delay),
+    "aborts": aborts,
+    "joins": joins,
+    "switches": switches,
+    "preemption": preemption,
+    "sleeps": sleeps,
+    "choice": choice,
+}
