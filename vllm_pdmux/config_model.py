@@ -50,6 +50,17 @@ def _policy(value: Any) -> Any:
     return "off" if value is False else value  # YAML reads the word off as false
 
 
+def _calibration(value: Any) -> Any:
+    if value is False:
+        return "off"  # likewise
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(
+            f"calibration is {show(value)} but must be 'auto', 'off' or the path of a profile: "
+            "change it (the default is auto)"
+        )
+    return value
+
+
 Sharing = Literal["capped", "disjoint"]
 Sms = Annotated[int, Field(ge=1)]
 Row = tuple[Sms, Sms, Annotated[int, Field(ge=0)]]
@@ -111,6 +122,12 @@ class PDMuxConfig(BaseModel):
         allow_inf_nan=False,
         description="Milliseconds until the first token of an answer, a target for the order of prompts with policy "
         "slo: a short prompt may overtake one that is half done. Not set: in the order of arrival.",
+    )
+    calibration: Annotated[str, BeforeValidator(_calibration)] = Field(
+        "auto",
+        description="What policy slo believes of the device before it has served anything. auto: what `vllm-pdmux "
+        "calibrate` has stored for this GPU, model and divisions, if anything. off: nothing. Else the path of a "
+        "profile.",
     )
     prefill_wait_limit_ms: float | None = Field(
         None,
@@ -198,6 +215,8 @@ def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
     for target in TARGETS + LIMITS:
         if {"policy", target} <= values.keys():
             problems += _target_problems(values["policy"], target, values[target])
+    if {"policy", "calibration"} <= values.keys():
+        problems += _calibration_problems(values["policy"], values["calibration"])
     target_ms, limit_ms = values.get("itl_slo_ms"), values.get("itl_limit_ms")
     if target_ms is not None and limit_ms is not None and limit_ms < target_ms:
         text = f"itl_limit_ms is {limit_ms:g} but must be at least itl_slo_ms, {target_ms:g}: raise it, or remove it"
@@ -212,6 +231,13 @@ def _target_problems(policy: str, name: str, value: float | None) -> list[Incons
         return []
     text = f"{name} is {value:g} but policy {policy} does not use it: set policy slo, or remove it"
     return [Inconsistency(("policy", name), text)]
+
+
+def _calibration_problems(policy: str, value: str) -> list[Inconsistency]:
+    if policy == "slo" or value in ("auto", "off", False):  # YAML reads the word off as false
+        return []
+    text = f"calibration is {show(value)} but policy {policy} does not use it: set policy slo, or remove it"
+    return [Inconsistency(("policy", "calibration"), text)]
 
 
 def _fixed_group_problems(policy: str, fixed_group: int | None, groups: int | None) -> list[Inconsistency]:

@@ -48,6 +48,8 @@ def ensure_model(progress: Callable[[str], None] = print) -> Path:
     Raises:
         ModelMissing: a package is not installed, the cache cannot be written, or the GGUF cannot be read.
     """
+    from vllm_pdmux.cache_folder import cache_dir  # here: the conversion runs this file alone
+
     gguf = _find_gguf()
     target = cache_dir() / MODEL_NAME
     if _is_current(target, gguf):
@@ -62,14 +64,6 @@ def ensure_model(progress: Callable[[str], None] = print) -> Path:
         _put_in_place(scratch, target, gguf)
     progress(f"demo model ready after {time.monotonic() - started:.0f} s")
     return target
-
-
-def cache_dir() -> Path:
-    """The folder of the cache: $PDMUX_CACHE, else $XDG_CACHE_HOME/vllm_pdmux, else ~/.cache/vllm_pdmux."""
-    if own := os.environ.get("PDMUX_CACHE"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache").absolute() / "vllm_pdmux"
 
 
 # --- the source -------------------------------------------------------------------------------------------------------

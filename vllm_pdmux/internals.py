@@ -36,6 +36,8 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 
+_MEASURE = "calibration.measure"
+
 INTERNALS: tuple[Internal, ...] = (
     # The scheduler: what the views hide, and what a batch in the lane changes.
     *_all(_SCHEDULER, "Scheduler", "schedule update_from_output finish_requests", "scheduler"),
@@ -74,6 +76,25 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.config.vllm", "VllmConfig", "additional_config scheduler_config parallel_config", "activation"),
     *_all("vllm.config.parallel", "ParallelConfig", "worker_cls", "activation"),
     *_all("vllm.platforms.interface", "Platform", "check_and_update_config", "activation"),
+    # Calibration: what drives an engine, puts uncomputed blocks in its prefix cache, and tells engines apart.
+    *_all("vllm.v1.engine.llm_engine", "LLMEngine", "engine_core add_request abort_request step", _MEASURE),
+    *_all("vllm.v1.engine.core_client", "InprocClient", "engine_core", _MEASURE),
+    *_all("vllm.v1.engine.core", "EngineCore", "scheduler request_block_hasher", _MEASURE),
+    *_all(_SCHEDULER, "Scheduler", "requests has_requests reset_prefix_cache kv_cache_manager", _MEASURE),
+    *_all(_SCHEDULER, "Scheduler", "max_num_scheduled_tokens block_size", _MEASURE),
+    *_all("vllm.v1.core.kv_cache_manager", "KVCacheManager", "allocate_slots free block_pool", _MEASURE),
+    *_all("vllm.v1.core.block_pool", "BlockPool", "num_gpu_blocks", _MEASURE),
+    *_all("vllm.config.model", "ModelConfig", "get_vocab_size max_model_len", _MEASURE),
+    *_all("vllm.config.scheduler", "SchedulerConfig", "max_num_seqs", _MEASURE),
+    *_all("vllm.config.model", "ModelConfig", "architecture dtype quantization enforce_eager", "calibration.identity"),
+    *_all("vllm.config.model", "ModelConfig", "hf_text_config get_hidden_size get_num_layers", "calibration.identity"),
+    *_all("vllm.config.model", "ModelConfig", "get_num_attention_heads get_num_kv_heads", "calibration.identity"),
+    *_all("vllm.config.model", "ModelConfig", "get_head_size get_vocab_size", "calibration.identity"),
+    *_all("vllm.config.cache", "CacheConfig", "cache_dtype", "calibration.identity"),
+    *_all("vllm.config.parallel", "ParallelConfig", "tensor_parallel_size", "calibration.identity"),
+    *_all("vllm.platforms.interface", "Platform", "get_device_name num_compute_units", "calibration.identity"),
+    *_all("vllm.platforms.interface", "Platform", "get_device_capability", "calibration.identity"),
+    *_all("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", "cli.calibrate"),
     # What a config says that we refuse.
     *_all("vllm.config.vllm", "VllmConfig", "model_config cache_config kv_transfer_config", "support"),
     *_all("vllm.config.vllm", "VllmConfig", "ec_transfer_config speculative_config lora_config", "support"),

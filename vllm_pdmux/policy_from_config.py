@@ -12,6 +12,7 @@ from vllm_pdmux.policy import (
     LayerRule,
     OffPolicy,
     Policy,
+    Prior,
     PromptWork,
     Share,
     SloPolicy,
@@ -33,10 +34,12 @@ def build_policy(
     alone: DecodeAlone | None = None,
     work: PromptWork = PromptWork(),
     log: Callable[[str], None] = print,
+    prior: Prior | None = None,
 ) -> Policy:
     """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
     `sm_group_num - 2`. `paced_by_device`: the worker launches no more layers than keep the device busy, so that
-    without a setting no other limit is needed. Raises ConfigError when `fixed_group` is not among them."""
+    without a setting no other limit is needed. `prior`: a calibration, for policy slo. Raises ConfigError when
+    `fixed_group` is not among them."""
     if config.policy == "off":
         return OffPolicy(splits)
     if config.policy == "slo":
@@ -47,6 +50,7 @@ def build_policy(
             paced_by_device,
             log,
             work,
+            prior,
         )
     rule = _layer_rule(config, paced_by_device)
     if config.policy == "table":

@@ -24,6 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pdmux.activation import require_active, settings_of
+from vllm_pdmux.calibration.chosen import chosen_profile, prior_of
 from vllm_pdmux.hiding import Hiding
 from vllm_pdmux.loads import Loads
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
@@ -44,6 +45,14 @@ DECODE, PREFILL = "decode", "prefill"  # the lanes
 LAYERS_BEFORE_NEXT, STEPS_BEFORE_NEXT = 0.5, 3
 
 
+def _say(text: str) -> None:
+    logger.info("PD-multiplexing %s", text)
+
+
+def _warn(text: str) -> None:
+    logger.warning("PD-multiplexing: %s", text)
+
+
 class PDMuxSchedulerMixin(Hiding, Loads):
     """Over one of vLLM's schedulers. It hides requests and delegates; no scheduling is done here."""
 
@@ -54,9 +63,12 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         # The device may have fewer groups; the worker says so at start and runs higher numbers in its last one.
         is_gpu = self.vllm_config.device_config.device_type == "cuda"
         splits, learns = settings.sm_group_num - 2, settings.policy == "slo"
-        alone = decode_alone(self.vllm_config) if learns else None
-        self._prompt_work = prompt_work(self.vllm_config) if learns else PromptWork()
-        self._pdmux_policy = build_policy(settings, splits, is_gpu, alone, self._prompt_work, logger.warning)
+        alone, prior, self._prompt_work = None, None, PromptWork()
+        if learns:
+            alone, self._prompt_work = decode_alone(self.vllm_config), prompt_work(self.vllm_config)
+            if profile := chosen_profile(self.vllm_config, settings, _say, _warn):
+                prior, self._prompt_work = prior_of(profile, splits), profile.prompt_work
+        self._pdmux_policy = build_policy(settings, splits, is_gpu, alone, self._prompt_work, _warn, prior)
         self._step_clock = StepClock(self._pdmux_policy, self._prompt_work) if self._pdmux_policy.observes else None
         self._residency = Residency() if self.use_v2_model_runner else None
         self._max_prefill_tokens = max_prefill_tokens(settings, has_streams=is_gpu)

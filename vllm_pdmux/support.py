@@ -128,7 +128,7 @@ def settings_problems(vllm_config: VllmConfig, settings: PDMuxConfig) -> list[st
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
 
-    found = []
+    found = calibration_problems(settings)
     if not current_platform.is_cuda():
         if settings.backend not in ("auto", "serial"):
             found.append(f"backend {settings.backend} needs an NVIDIA GPU: set backend auto")
@@ -148,6 +148,20 @@ def settings_problems(vllm_config: VllmConfig, settings: PDMuxConfig) -> list[st
             "drop --enforce-eager or set a cudagraph_mode with FULL decode graphs, or set sharing capped"
         )
     return found
+
+
+def calibration_problems(settings: PDMuxConfig) -> list[str]:
+    """What is wrong with the file that the setting `calibration` names, as far as it can be known before the start."""
+    from vllm_pdmux.calibration.chosen import AUTO, OFF, named_profile
+    from vllm_pdmux.config_errors import ConfigError
+
+    if settings.calibration in (AUTO, OFF):
+        return []
+    try:
+        named_profile(settings)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def version_problems(distribution: tuple[str, str], environ: Mapping[str, str]) -> list[str]:

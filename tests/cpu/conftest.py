@@ -33,7 +33,8 @@ def start_engine():
 
     def start(model, pdmux=None, **arguments):
         if pdmux is not None:
-            arguments["additional_config"] = {"pdmux": {"trace_steps": 4096, **pdmux}}
+            # Whatever this machine's user has calibrated.
+            arguments["additional_config"] = {"pdmux": {"trace_steps": 4096, "calibration": "off", **pdmux}}
         engines.append(Driver(LLM(model=model, **{**ENGINE, **arguments})))
         return engines[-1]
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -98,6 +100,27 @@ def test_the_comparison_reads_every_committed_frontier():
     )
     rows = [line for line in run.stdout.splitlines() if "capped:" in line or "disjoint:" in line]
     assert len(files) == 3 and len(rows) == 24
+
+
+def test_the_profile_is_made_of_the_committed_frontiers():
+    files = sorted((BENCHMARKS / "results").glob("frontier-*.json"))
+    run = subprocess.run(
+        [sys.executable, "device_profile.py", *files],
+        cwd=BENCHMARKS,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    made = json.loads(run.stdout)
+    committed = json.loads((BENCHMARKS / "results" / "profile-h200-llama-8b.json").read_text())
+    for name in ("decode_fixed_ms", "prefill_ms_per_token", "prefill_ms_per_token_pair", "fused_floor", "kv_tokens"):
+        assert made[name] == pytest.approx(committed[name])
+    for group, before in zip(made["groups"], committed["groups"], strict=True):
+        assert before.items() <= {**group, "slowdown": before["slowdown"], "pace": before["pace"]}.items()
+        assert (group["slowdown"], group["pace"]) == pytest.approx((before["slowdown"], before["pace"]))
+    for kind in ("decode beside prefill", "prefill beside decode"):
+        assert made["errors"][kind]["max"] < committed["errors"][kind]["max"]
 
 
 def test_results_that_are_committed_say_where_they_come_from():

@@ -70,6 +70,7 @@ def test_nothing_given_is_all_defaults():
         "prefill_wait_limit_ms": None,
         "itl_limit_ms": None,
         "ttft_slo_ms": None,
+        "calibration": "auto",
         "fixed_group": None,
         "layers_per_group": None,
         "max_prefill_tokens": None,

@@ -103,8 +103,8 @@ def test_a_missing_demo_model_is_one_line_and_exit_code_2(capsys, vllm_is_there,
 
 def test_what_libraries_print_does_not_reach_stdout():
     code = (
-        "import os; from vllm_pdmux.cli.demo import _own_stdout\n"
-        "with _own_stdout() as stdout:\n"
+        "import os; from vllm_pdmux.cli.stdout import own_stdout\n"
+        "with own_stdout() as stdout:\n"
         "    print('python'); os.write(1, b'C\\n'); print('{}', file=stdout)\n"
         "print('after')"
     )

@@ -13,7 +13,7 @@ V2_ONLY = "sharing disjoint needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNE
 
 
 def settings(backend="auto", sharing="capped"):
-    return SimpleNamespace(backend=backend, sharing=sharing)
+    return SimpleNamespace(backend=backend, sharing=sharing, calibration="auto")
 
 
 def engine(mode="FULL_AND_PIECEWISE", v2=True):

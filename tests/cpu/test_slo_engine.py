@@ -10,7 +10,7 @@ from tokens import assert_same
 from vllm import SamplingParams
 
 from vllm_pdmux.messages import PrefillOrder
-from vllm_pdmux.policy import Kind, OffPolicy, PromptWork, SloPolicy
+from vllm_pdmux.policy import Kind, Mix, OffPolicy, PromptWork, SloPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.table import TablePolicy
 from vllm_pdmux.step_clock import StepClock
@@ -97,6 +97,9 @@ class Known:
 
     def ms(self, decode_batch, context_tokens):
         return 10.0
+
+    def mix(self, decode_batch, context_tokens):
+        return Mix(1.0, 0.0, 0.0)
 
     def add(self, *args):
         pass

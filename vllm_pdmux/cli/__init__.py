@@ -17,6 +17,7 @@ from vllm_pdmux.config_errors import one_line
 COMMANDS = {
     "plan": "vllm_pdmux.cli.plan",
     "demo": "vllm_pdmux.cli.demo",
+    "calibrate": "vllm_pdmux.cli.calibrate",
     "doctor": "vllm_pdmux.cli.doctor",
     "simulate": "vllm_pdmux.cli.simulate",
 }

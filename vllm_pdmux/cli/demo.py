@@ -4,14 +4,13 @@
 import argparse
 import importlib.util
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_pdmux.cli import CommandError
+from vllm_pdmux.cli.stdout import own_stdout
 from vllm_pdmux.demo import DemoError
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         _check(args)
-        with _own_stdout() as stdout:
+        with own_stdout() as stdout:
             comparison = _compare(args, stdout)
     except DemoError as error:
         raise CommandError(str(error)) from error
@@ -167,19 +166,6 @@ def _model(folder: str | None, say: Callable[[str], None]) -> str:
         return str(ensure_model(say))
     except ModelMissing as error:
         raise DemoError(str(error)) from error
-
-
-@contextmanager
-def _own_stdout() -> Iterator[TextIO]:
-    """Standard output for the demo alone: what libraries print there, in Python or in C, goes to standard error."""
-    sys.stdout.flush()
-    with open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as stdout:
-        os.dup2(2, 1)
-        try:
-            yield stdout
-        finally:
-            sys.stdout.flush()
-            os.dup2(stdout.fileno(), 1)
 
 
 def _integer(least: int, most: int = _MOST) -> Callable[[str], int]:

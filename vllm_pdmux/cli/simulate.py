@@ -32,7 +32,9 @@ HELP = "Predict TTFT, ITL and goodput of stock vLLM and of every policy for a tr
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `simulate`."""
     parser.add_argument(
-        "--profile", required=True, help="of the device and model: JSON from benchmarks/device_profile.py"
+        "--profile",
+        required=True,
+        help="of the device and model: from calibrate --out, or benchmarks/device_profile.py",
     )
     parser.add_argument("--trace", help="Azure LLM inference trace (.csv) or Mooncake trace (.jsonl)")
     parser.add_argument("--speed", type=_positive(float), default=1.0, help="of the trace: so many times as fast")

@@ -86,7 +86,7 @@ def _build(options: EngineOptions, with_pdmux: bool) -> Any:
         return LLM(**_arguments(options), additional_config={"pdmux": options.pdmux(with_pdmux)})
     except (ValueError, OSError) as error:
         which = "with the plugin" if with_pdmux else "stock"
-        raise DemoError(f"vLLM ({which}) does not start with {options.model}: {_reason(error)}") from error
+        raise DemoError(f"vLLM ({which}) does not start with {options.model}: {reason_of(error)}") from error
 
 
 def _arguments(options: EngineOptions) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _wrong_scheduler(with_pdmux: bool) -> str:
     return "the stock engine has the plugin's scheduler: report this as a bug"
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """What was wrong, without the frame that pydantic puts around it."""
     details = getattr(error, "errors", None)
     if callable(details):

@@ -5,6 +5,7 @@ from vllm_pdmux.policy.estimates import DecodeAlone, Share
 from vllm_pdmux.policy.fixed import FixedPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.off import OffPolicy
+from vllm_pdmux.policy.prior import GroupPrior, Mix, Prior
 from vllm_pdmux.policy.slo import PREFILL_WAIT_LIMIT_MS, SloPolicy, Target
 from vllm_pdmux.policy.table import TablePolicy
 from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Policy, Prompt
@@ -16,12 +17,15 @@ __all__ = [
     "Decision",
     "DecodeAlone",
     "FixedPolicy",
+    "GroupPrior",
     "Kind",
     "LayerRule",
     "Load",
+    "Mix",
     "Observation",
     "OffPolicy",
     "Policy",
+    "Prior",
     "Prompt",
     "PromptWork",
     "Share",

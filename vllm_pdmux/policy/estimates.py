@@ -9,9 +9,11 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from vllm_pdmux.policy.prior import ALL_FIXED, GroupPrior, Mix
 
 # A correction forgets half of what it knew in so many steps; one step moves it by no more than STEP_LIMIT. What is
 # peculiar to a group is forgotten slowly, what all groups have in common at a time quickly.
@@ -20,6 +22,9 @@ SLOW_HALF_LIFE_STEPS = 150
 STEP_LIMIT = 1.5
 # A group's first steps, which may be slow for other reasons, do not outweigh the prior at once.
 PRIOR_STEPS = 2
+# What was calibrated of steps that are alone counts as so many steps, or so much time.
+CALIBRATED_STEPS = 5
+CALIBRATED_MS = 500.0
 # What was never seen is hoped to be this much better than the prior, which was off by 16 % at most where it was
 # measured; what has not been seen for so many steps beside prefill, a little better. Else a group would be left out for
 # ever by a belief that is wrong.
@@ -57,6 +62,11 @@ class Rate:
     ms: float = 0.0
     half_life_steps: float = HALF_LIFE_STEPS
 
+    @classmethod
+    def calibrated(cls, rate: float) -> Rate:
+        """One that is known from the beginning."""
+        return cls(rate * CALIBRATED_MS, CALIBRATED_MS)
+
     def add(self, work: float, ms: float) -> None:
         """A step of `ms` in which `work` went through."""
         keep = 0.5 ** (1 / self.half_life_steps)
@@ -81,9 +91,19 @@ class DecodeAlone:
 
     def __init__(self, weight_bytes: float, kv_bytes_per_token: float):
         self._fixed = weight_bytes * (1 + self.FIXED_SHARE)
+        self._per_request = kv_bytes_per_token * self.TOKENS_PER_REQUEST
         self._per_token = kv_bytes_per_token
         self._scale: Average | None = None
         self._samples = 0
+
+    @classmethod
+    def calibrated(cls, decode_ms: tuple[float, float, float]) -> DecodeAlone:
+        """Of a device whose three parts were measured; what is learned is by how much they are off now."""
+        alone = cls(0.0, 0.0)
+        alone._fixed, alone._per_request, alone._per_token = decode_ms
+        alone._scale = Average(1.0, CALIBRATED_STEPS, is_seen=True)
+        alone._samples = FIRST_SAMPLES
+        return alone
 
     @property
     def is_known(self) -> bool:
@@ -115,8 +135,13 @@ class DecodeAlone:
         """The expected time; 0 before any step has been seen."""
         return 0.0 if self._scale is None else self._scale.value * self._size(decode_batch, context_tokens)
 
+    def mix(self, decode_batch: int, context_tokens: int) -> Mix:
+        """What a step consists of."""
+        size = self._size(decode_batch, context_tokens)
+        return Mix(self._fixed / size, self._per_request * decode_batch / size, self._per_token * context_tokens / size)
+
     def _size(self, decode_batch: int, context_tokens: int) -> float:
-        return self._fixed + self._per_token * (context_tokens + self.TOKENS_PER_REQUEST * decode_batch)
+        return self._fixed + self._per_request * decode_batch + self._per_token * context_tokens
 
 
 @dataclass(frozen=True)
@@ -139,13 +164,16 @@ class Beside:
     """For each group: how much slower a decode step is than alone, and prefill work per ms.
 
     Each is a prior, times what is peculiar to the group (learned slowly, and kept while other groups are in use), times
-    what all groups have in common at present (learned quickly): a disturbance, or other prompts.
+    what all groups have in common at present (learned quickly): a disturbance, or other prompts. The prior is what was
+    calibrated, by the mix of the decode step, or else one number for each group.
     """
 
-    def __init__(self, shares: Iterable[Share]):
+    def __init__(self, shares: Iterable[Share], calibrated: Sequence[GroupPrior] = ()):
         self._shares = tuple(shares)
-        self._prior_slowdowns = [_slowdown(share) for share in self._shares]
-        self._prior_rates = [_rate(share) for share in self._shares]
+        self._is_calibrated = bool(calibrated)
+        self._priors = tuple(calibrated) or tuple(map(_prior, self._shares))
+        if len(self._priors) != len(self._shares):
+            raise ValueError(f"{len(self._priors)} priors for {len(self._shares)} groups")
         slow = SLOW_HALF_LIFE_STEPS
         self._slower = [Average(1.0, PRIOR_STEPS, half_life_steps=slow) for _ in self._shares]
         self._slower_now = Average(1.0, PRIOR_STEPS)
@@ -159,31 +187,31 @@ class Beside:
         self._steps = 0
         self._seen_at = [0 for _ in self._shares]
 
-    def add_decode(self, group: int, slowdown: float) -> None:
+    def add_decode(self, group: int, slowdown: float, mix: Mix = ALL_FIXED) -> None:
         """Learn from a step of mixed group `group`, 1 to the number of shares."""
         self._steps += 1
         self._seen_at[group - 1] = self._steps
         low, high = SLOWDOWN_LIMITS
-        times = min(max(slowdown, low), high) / self._prior_slowdowns[group - 1]
+        times = min(max(slowdown, low), high) / self._priors[group - 1].slowdown(mix)
         self._slower[group - 1].add(times)
         self._slower_now.add(times / self._slower[group - 1].value)
 
-    def add_prefill(self, group: int, work: float, ms: float) -> None:
+    def add_prefill(self, group: int, work: float, ms: float, mix: Mix = ALL_FIXED) -> None:
         """Learn the pace of the prefill lane in `group`."""
-        over_prior = work / self._prior_rates[group - 1]
+        over_prior = work / self._priors[group - 1].rate(mix)
         faster = self._faster[group - 1]
         faster.add(over_prior, ms)
         if faster.value is not None:
             self._faster_now.add(over_prior / faster.value, ms)
 
-    def beliefs(self) -> list[Belief]:
-        """Of all groups, in order."""
+    def beliefs(self, mix: Mix = ALL_FIXED) -> list[Belief]:
+        """Of all groups, in order, beside a decode step of this mix."""
         seen = [rate.value for rate in self._faster if rate.value is not None]
         usual = sum(seen) / len(seen) if seen else 1.0
         faster_now, slower_now = self._faster_now.value or 1.0, self._slower_now.value
         slowdowns = [
-            max(1.0, prior * slower.value * slower_now)
-            for prior, slower in zip(self._prior_slowdowns, self._slower, strict=True)
+            max(1.0, prior.slowdown(mix) * slower.value * slower_now)
+            for prior, slower in zip(self._priors, self._slower, strict=True)
         ]
         for falling in self._falling:
             lowest = SLOWDOWN_LIMITS[1]
@@ -192,31 +220,39 @@ class Beside:
         return [
             Belief(
                 slowdowns[place],
-                self._prior_rates[place] * (faster.value or usual) * faster_now,
+                self._priors[place].rate(mix) * (faster.value or usual) * faster_now,
                 self._hope(place),
             )
             for place, faster in enumerate(self._faster)
         ]
 
-    def slowdown(self, group: int) -> float:
-        """Of a decode step in `group`."""
-        return self.beliefs()[group - 1].slowdown
+    def slowdown(self, group: int, mix: Mix = ALL_FIXED) -> float:
+        """Of a decode step of this mix in `group`."""
+        return self.beliefs(mix)[group - 1].slowdown
 
     @property
     def knows_a_rate(self) -> bool:
         """Whether rates are in work per ms, or only relative."""
-        return any(rate.value is not None for rate in self._faster)
+        return self._is_calibrated or any(rate.value is not None for rate in self._faster)
 
     @property
     def full_rate(self) -> float | None:
         """Of prefill on the whole device, as far as the rates of groups tell; None while none is known."""
         seen = [rate.value for rate in self._faster if rate.value is not None]
-        return sum(seen) / len(seen) * (self._faster_now.value or 1.0) if seen else None
+        if self._is_calibrated or not seen:  # what is calibrated is no part of the whole device's
+            return None
+        return sum(seen) / len(seen) * (self._faster_now.value or 1.0)
 
     def _hope(self, place: int) -> float:
-        if not self._slower[place].is_seen:
+        if not self._slower[place].is_seen and not self._is_calibrated:
             return HOPE_UNSEEN
         return HOPE_OLD if self._steps - self._seen_at[place] >= STEPS_UNTIL_OLD else 1.0
+
+
+def _prior(share: Share) -> GroupPrior:
+    """Without a calibration, whatever the mix. Rates are relative to that of the whole device."""
+    slowdown, rate = _slowdown(share), _rate(share)
+    return GroupPrior((slowdown, slowdown, slowdown), (rate, rate))
 
 
 def _slowdown(share: Share) -> float:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slo policy: as much prefill as the target for ITL allows.
 
-Every step that has run corrects what the policy believes (`estimates`). A step's ITL in a group is expected to be what
+It begins with what was calibrated (`Prior`), if anything was, and every step that has run corrects what it believes
+(`estimates`). A step's ITL in a group is expected to be what
 it takes alone, times the group's slowdown, times a tail factor: the target is for the slow steps, not for the median.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_pdmux.policy.estimates import Average, Belief, Beside, DecodeAlone, Rate, Share
+from vllm_pdmux.policy.prior import ALL_FIXED, Mix, Prior
 from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Prompt, decide_alone
 from vllm_pdmux.policy.work import PromptWork
 
@@ -31,6 +33,7 @@ TAIL_STEP = 0.03
 # A fused step takes about what decode takes alone, and the time of its prompt tokens on the whole device, but never
 # less than a floor; H200, 8B, four loads: 0.75 to 1.08 times, and 1.4 to 1.6 times decode alone.
 FUSED_FLOOR = 1.5
+FUSED_DECODE = 1.0
 SMALLEST_FUSED_TOKENS = 128
 FUSED_ERROR_LIMITS = (0.3, 3.0)
 SHORTEST_STEP_MS = 0.01
@@ -62,7 +65,8 @@ class SloPolicy:
     """Chooses among mixed groups 1..n, one for each of `shares`, and between them and a fused step.
 
     `paced_by_device`: the worker launches no more layers than keep the device busy (a GPU). Else the policy gives so
-    many layers that the step ends in time. `log` is told, once, of a target that no group can meet.
+    many layers that the step ends in time. `log` is told, once, of a target that no group can meet. With a `prior`
+    it need not be given `alone`'s scale, and knows the groups and prefill's rate from the beginning.
     """
 
     observes = fuses = True
@@ -75,16 +79,21 @@ class SloPolicy:
         paced_by_device: bool,
         log: Callable[[str], None],
         work: PromptWork = PromptWork(),
+        prior: Prior | None = None,
     ):
-        self._shares, self._target, self._alone = tuple(shares), target, alone
+        self._shares, self._target = tuple(shares), target
+        self._alone = alone if prior is None else DecodeAlone.calibrated(prior.decode_ms)
         self._paced_by_device = paced_by_device
         self._log = log
         self._work = work
-        self._beside = Beside(self._shares)
-        self._full_rate = Rate()  # of prefill on the whole device
+        self._beside = Beside(self._shares, prior.groups if prior is not None else ())
+        self._full_rate = Rate() if prior is None else Rate.calibrated(prior.full_rate)  # on the whole device
+        self._fused_floor = (prior and prior.fused_floor) or FUSED_FLOOR
+        self._fused_decode = FUSED_DECODE if prior is None or prior.fused_decode is None else prior.fused_decode
         self._fused_error = Average(1.0, weight=5)  # measured over expected time of fused steps
         self._tail = FIRST_TAIL
         self._group: int | None = None  # of the last step with both lanes busy
+        self._mix = ALL_FIXED  # of the decode step that was asked about last
         self._stay = 0  # decisions for which the group stays
         self._unsettled = 0  # steps of a new group that are still to come in which the old one may have run
         self.missed_steps = 0  # steps beside prefill that took longer than the target
@@ -97,8 +106,9 @@ class SloPolicy:
         if alone := decide_alone(load, len(self._shares)):
             return alone
         alone_ms = self._alone.ms(load.decode_batch, load.context_tokens)
+        self._mix = self._alone.mix(load.decode_batch, load.context_tokens)
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
-        group, belief = self._choose(alone_ms, target_ms)
+        group, belief = self._choose(alone_ms, target_ms, self._mix)
         expected_ms = alone_ms * belief.slowdown * belief.hope * self._tail
         is_asked = target_ms == self._target.of(alone_ms)  # no prompt has waited too long
         if self._paced_by_device and is_asked and expected_ms > target_ms:
@@ -112,13 +122,14 @@ class SloPolicy:
         if not self._paced_by_device or full_rate is None or not alone_ms or not load.decode_batch:
             return 0
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms) / self._tail
-        work = (target_ms / self._fused_error.value - alone_ms) * full_rate
-        if target_ms < FUSED_FLOOR * alone_ms or work <= 0:
+        work = (target_ms / self._fused_error.value - self._fused_decode * alone_ms) * full_rate
+        if target_ms < self._fused_floor * alone_ms or work <= 0:
             return 0
         tokens = self._work.tokens(work, load.computed_tokens)
         if tokens < SMALLEST_FUSED_TOKENS:
             return 0
-        best = self._choose(alone_ms, target_ms * self._tail)[1].rate if self._beside.knows_a_rate else full_rate
+        mix = self._alone.mix(load.decode_batch, load.context_tokens)
+        best = self._choose(alone_ms, target_ms * self._tail, mix)[1].rate if self._beside.knows_a_rate else full_rate
         return tokens if work / target_ms > WORTH_A_SWITCH * best else 0
 
     def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
@@ -139,12 +150,12 @@ class SloPolicy:
     def _prefill_rate(self) -> float | None:
         """Work per ms that a prompt can count on: that of the group in use, if it is known."""
         if self._group is not None and self._beside.knows_a_rate:
-            return self._beside.beliefs()[self._group - 1].rate
+            return self._beside.beliefs(self._mix)[self._group - 1].rate
         return self._full_rate.value
 
-    def _choose(self, alone_ms: float, target_ms: float) -> tuple[int, Belief]:
+    def _choose(self, alone_ms: float, target_ms: float, mix: Mix) -> tuple[int, Belief]:
         """The group, and what is believed of it."""
-        beliefs = self._beside.beliefs()
+        beliefs = self._beside.beliefs(mix)
         safest = min(range(len(beliefs)), key=lambda place: beliefs[place].slowdown)
         if not self._alone.is_known:
             return safest + 1, beliefs[safest]
@@ -193,8 +204,9 @@ class SloPolicy:
 
     def _learn_beside(self, step: Observation) -> None:
         slowdown = 1.0
+        mix = self._alone.mix(step.decode_batch, step.context_tokens)
         if self._paced_by_device:
-            slowdown = self._beside.slowdown(step.group)
+            slowdown = self._beside.slowdown(step.group, mix)
             self._alone.bound(step.decode_batch, step.context_tokens, step.step_ms, slowdown)
         if not self._alone.is_known:
             return
@@ -205,8 +217,8 @@ class SloPolicy:
             return  # layers of the group before are still queued
         if self._paced_by_device:
             expected_ms = alone_ms * slowdown
-            self._beside.add_decode(step.group, step.step_ms / alone_ms)
-            self._beside.add_prefill(step.group, step.prefill_work, step.step_ms)
+            self._beside.add_decode(step.group, step.step_ms / alone_ms, mix)
+            self._beside.add_prefill(step.group, step.prefill_work, step.step_ms, mix)
         elif step.prefill_work and step.step_ms > alone_ms:
             # One after the other: what is not decode is prefill.
             rate = self._full_rate.value
@@ -223,7 +235,7 @@ class SloPolicy:
         if rate is None or not self._alone.is_known:
             return
         alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
-        expected_ms = max(FUSED_FLOOR * alone_ms, alone_ms + step.prefill_work / rate)
+        expected_ms = max(self._fused_floor * alone_ms, self._fused_decode * alone_ms + step.prefill_work / rate)
         low, high = FUSED_ERROR_LIMITS
         self._fused_error.add(min(max(step.step_ms / expected_ms, low), high))
 

@@ -168,11 +168,13 @@ class _Engine:
         self._result.decisions += 1
         number = self._policy.decide(load).group
         group, batch = self._profile.groups[number - 1], self._batch
+        slowdown = self._profile.slowdown(group, len(self._decoding), self._context_tokens)
+        pace = self._profile.pace(group, len(self._decoding), self._context_tokens)
         left_ms = batch.total_ms - batch.done_ms
-        done_ms = min(decode_ms * group.slowdown * group.pace, left_ms)
+        done_ms = min(decode_ms * slowdown * pace, left_ms)
         # Where the batch ends within the step, the rest of it runs alone.
-        beside = done_ms / (decode_ms * group.slowdown * group.pace)
-        step_ms = decode_ms * (1 + (group.slowdown - 1) * beside)
+        beside = done_ms / (decode_ms * slowdown * pace)
+        step_ms = decode_ms * (1 + (slowdown - 1) * beside)
         batch.done_ms += done_ms
         work = batch.work * done_ms / batch.total_ms
         if beside == 1:

@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long things take on one device with one model: what `benchmarks/device_profile.py` makes of measured runs."""
+"""How long things take on one device with one model: what `vllm-pdmux calibrate` or `benchmarks/device_profile.py`
+makes of what was measured."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_pdmux.policy import PromptWork
+from vllm_pdmux.policy import GroupPrior, Mix, PromptWork
 
 
 class ProfileError(ValueError):
     """A file that is no profile; the message names the file and what is wrong."""
 
 
+Above0 = Annotated[float, Field(gt=0)]
+
+
 class GroupProfile(BaseModel):
-    """A division: how much slower decode is beside prefill than alone, and prefill's pace over its pace alone."""
+    """A division: how much slower decode is beside prefill than alone, and prefill's pace over its pace alone.
+
+    `slowdown` and `pace` are means over loads; `slowdowns` and `paces`, where they are known, say what they are for a
+    given load, see `GroupPrior`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,11 +35,19 @@ class GroupProfile(BaseModel):
     decode_sms: int = Field(ge=1)
     slowdown: float = Field(ge=1)
     pace: float = Field(gt=0, le=1)
+    slowdowns: tuple[Above0, Above0, Above0] | None = None  # of a decode step's fixed part, requests and context
+    paces: tuple[Above0, Above0] | None = None  # beside decode steps that are all fixed part, and that have none
 
     @property
     def label(self) -> str:
         """ "capped 84:48": how the lanes share, SMs of prefill and of decode."""
         return f"{self.sharing} {self.prefill_sms}:{self.decode_sms}"
+
+    def prior(self, full_rate: float = 1.0) -> GroupPrior:
+        """For any load; rates are paces where `full_rate`, prefill's work per ms alone, is not given."""
+        paces = self.paces or (self.pace, self.pace)
+        slowdowns = self.slowdowns or (self.slowdown, self.slowdown, self.slowdown)
+        return GroupPrior(slowdowns, (paces[0] * full_rate, paces[1] * full_rate))
 
 
 class DeviceProfile(BaseModel):
@@ -54,6 +71,20 @@ class DeviceProfile(BaseModel):
         """A decode step with nothing beside it."""
         context_ms = self.decode_ms_per_context_token * context_tokens
         return self.decode_fixed_ms + self.decode_ms_per_request * batch + context_ms
+
+    def mix(self, batch: int, context_tokens: int) -> Mix:
+        """What a decode step with nothing beside it consists of."""
+        whole_ms = self.decode_ms(batch, context_tokens)
+        requests_ms, context_ms = self.decode_ms_per_request * batch, self.decode_ms_per_context_token * context_tokens
+        return Mix(self.decode_fixed_ms / whole_ms, requests_ms / whole_ms, context_ms / whole_ms)
+
+    def slowdown(self, group: GroupProfile, batch: int, context_tokens: int) -> float:
+        """Of a decode step beside prefill in `group`, over what it takes alone."""
+        return max(1.0, group.prior().slowdown(self.mix(batch, context_tokens)))
+
+    def pace(self, group: GroupProfile, batch: int, context_tokens: int) -> float:
+        """Of prefill beside decode in `group`, over its pace alone."""
+        return min(1.0, group.prior().rate(self.mix(batch, context_tokens)))
 
     def prefill_ms(self, tokens: int, computed_tokens: int) -> float:
         """`tokens` new tokens of a prompt of which `computed_tokens` are computed, with nothing beside them."""
@@ -81,9 +112,7 @@ def read_profile(path: str) -> DeviceProfile:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ProfileError(
-            f"profile {path}: {where}: {first['msg']}: make it with benchmarks/device_profile.py"
+            f"profile {path}: {where}: {first['msg']}: make it with vllm-pdmux calibrate --out"
         ) from None
     except ValueError as error:
-        raise ProfileError(
-            f"profile {path}: is not JSON ({error}): make it with benchmarks/device_profile.py"
-        ) from None
+        raise ProfileError(f"profile {path}: is not JSON ({error}): make it with vllm-pdmux calibrate --out") from None

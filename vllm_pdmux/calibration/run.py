@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A calibration from beginning to end, on an engine that is there already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_pdmux.activation import settings_of
+from vllm_pdmux.calibration.fit import Errors, fit, held_out_errors
+from vllm_pdmux.calibration.identity import describe, key_of
+from vllm_pdmux.calibration.measure import Progress, measure
+from vllm_pdmux.calibration.samples import Samples
+from vllm_pdmux.simulator import DeviceProfile
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found."""
+
+    key: Mapping[str, Any]
+    profile: DeviceProfile  # fitted to all points
+    errors: Mapping[str, Errors]  # of a fit to some of them, on the others
+    samples: Samples
+    measured_s: float
+
+    def details(self) -> dict[str, Any]:
+        """For readers of a stored calibration."""
+        return {
+            "errors": {kind: asdict(error) for kind, error in self.errors.items()},
+            "measured_s": round(self.measured_s, 2),
+            "samples": asdict(self.samples),
+        }
+
+
+def calibrate(llm: Any, progress: Progress = lambda done, total, what: None) -> Calibration:
+    """Measure and fit. `llm`: a ``vllm.LLM`` with the plugin, in this process, serving nothing. Stores nothing.
+
+    Raises CalibrationError for an engine that cannot be measured.
+    """
+    config = llm.llm_engine.vllm_config
+    key = key_of(config, settings_of(config))
+    start = time.perf_counter()
+    samples = measure(llm, progress)
+    measured_s = time.perf_counter() - start
+    return Calibration(key, fit(samples, describe(key)), held_out_errors(samples), samples, measured_s)

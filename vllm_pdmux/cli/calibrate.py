@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pdmux calibrate`: measures how long steps take with this model on this device, for policy slo to begin with."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from vllm_pdmux.calibration import CalibrationError
+from vllm_pdmux.cli import CommandError
+from vllm_pdmux.cli.stdout import own_stdout
+from vllm_pdmux.config import ConfigError, resolve
+
+if TYPE_CHECKING:
+    from vllm_pdmux.calibration.measure import Progress
+    from vllm_pdmux.calibration.run import Calibration
+
+NAME = "calibrate"
+HELP = "Measure decode and prefill, alone and beside each other, once for a model on a device, for policy slo."
+
+EXIT_REFUSED = 1
+# Options that are vLLM's own, by the names of its engine arguments. Those of them that change how long a step takes
+# must be given as they will be to the engine that serves.
+_ENGINE_OPTIONS = ("dtype", "quantization", "kv_cache_dtype", "load_format", "hf_overrides", "max_model_len")
+_ENGINE_OPTIONS += ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1"}  # a user's own are kept
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `calibrate`."""
+    parser.add_argument("--model", required=True, help="folder or name of the model, as for vLLM")
+    parser.add_argument("--config", help="configuration file, whose divisions are measured (default: PDMUX_CONFIG)")
+    parser.add_argument("--dtype", help="as for vLLM, and so are the following")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype")
+    parser.add_argument("--load-format", help="dummy: made-up weights, which take as long")
+    parser.add_argument("--hf-overrides", type=_mapping, help="JSON object")
+    parser.add_argument("--max-model-len", type=_positive(int))
+    parser.add_argument("--max-num-seqs", type=_positive(int))
+    parser.add_argument("--max-num-batched-tokens", type=_positive(int))
+    parser.add_argument("--gpu-memory-utilization", type=_positive(float))
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--force", action="store_true", help="measure again what is stored already")
+    parser.add_argument("--out", type=Path, help="write the profile to this file too, for the setting calibration")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, unless that is stored already: 0; 1 when the errors are too large to store it.
+
+    Raises CommandError when it cannot run as asked.
+    """
+    try:
+        settings = _settings(args)
+        if importlib.util.find_spec("vllm") is None:
+            raise CommandError(f"vLLM is not installed here: {sys.executable} -m pip install 'vllm-pdmux[cpu]'")
+        with own_stdout() as stdout:
+            return _run(args, settings, stdout)
+    except (CalibrationError, ConfigError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _run(args: argparse.Namespace, settings: dict[str, Any], stdout: TextIO) -> int:
+    _prepare_environment()
+    arguments = _engine_arguments(args, settings)
+    if not args.force and (found := _stored(args, arguments)) is not None:
+        _say(args, stdout, found)
+        return 0
+    with _engine(arguments) as llm, _progress_bar() as progress:
+        from vllm_pdmux.calibration.run import calibrate
+
+        calibration = calibrate(llm, progress)
+    found = _judged(args, calibration)
+    _say(args, stdout, found)
+    for problem in found["refused"]:
+        print(f"vllm-pdmux calibrate: not stored: {problem}", file=sys.stderr)
+    return EXIT_REFUSED if found["refused"] else 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The plugin's, inline: those of the file, with a policy for which every division is made. Raises ConfigError."""
+    inline: dict[str, Any] = {} if args.config is None else {"config": str(Path(args.config).absolute())}
+    # What else the file says of policies does not matter here, and must not contradict this one.
+    inline |= {"enabled": True, "policy": "slo", "fixed_group": None, "calibration": "off", "lane": "threaded"}
+    resolve(inline, os.environ)
+    return inline
+
+
+def _prepare_environment() -> None:
+    """Set what vLLM reads from the environment; must come before its import."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is driven step by step in this process
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def _engine_arguments(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    arguments = {name: value for name in _ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
+    arguments |= {
+        "model": args.model,
+        "enforce_eager": args.enforce_eager,
+        "trust_remote_code": args.trust_remote_code,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "additional_config": {"pdmux": settings},
+    }
+    return arguments | ({"distributed_executor_backend": "uni"} if current_platform.is_cpu() else {})
+
+
+def _stored(args: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """What is stored for this engine, without starting it; None when nothing is."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_pdmux.activation import settings_of
+    from vllm_pdmux.calibration import cache
+    from vllm_pdmux.calibration.identity import key_of
+
+    with _refusals(args.model):
+        config = EngineArgs(**arguments).create_engine_config()
+    key = key_of(config, settings_of(config))
+    profile = cache.load(key, lambda text: print(f"vllm-pdmux calibrate: {text}", file=sys.stderr))
+    if profile is None:
+        return None
+    path = cache.path_of(key)
+    details = json.loads(path.read_text(encoding="utf-8"))
+    details = {name: details[name] for name in ("errors", "samples") if name in details}
+    if args.out is not None:
+        cache.write(args.out, key, profile, details)
+    return _answer(profile, str(path), details.get("errors", {}), cached=True, measured_s=0.0, refused=[])
+
+
+def _judged(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
+    """Store it if it is good enough."""
+    from vllm_pdmux.calibration import cache
+    from vllm_pdmux.calibration.fit import too_large
+
+    refused, path, details = too_large(calibration.errors), None, calibration.details()
+    if not refused:
+        path = str(cache.store(calibration.key, calibration.profile, details))
+        if args.out is not None:
+            cache.write(args.out, calibration.key, calibration.profile, details)
+    return _answer(calibration.profile, path, details["errors"], False, details["measured_s"], refused)
+
+
+def _answer(
+    profile: Any, path: str | None, errors: Mapping[str, Any], cached: bool, measured_s: float, refused: list[str]
+) -> dict[str, Any]:
+    answer = {"stored": path, "cached": cached, "measured_s": measured_s, "errors": errors, "refused": refused}
+    return answer | {"profile": profile.model_dump(mode="json")}
+
+
+def _say(args: argparse.Namespace, stdout: TextIO, found: Mapping[str, Any]) -> None:
+    if args.json:
+        print(json.dumps(found), file=stdout)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("on points held out", "median", "95 % below", "points", title=found["profile"]["name"])
+    for kind, error in found["errors"].items():
+        table.add_row(kind, f"{error['median']:.1%}", f"{error['p95']:.1%}", str(error["points"]))
+    Console(file=stdout, highlight=False).print(table)
+    if found["cached"]:
+        print(f"calibrated already (--force measures again): {found['stored']}", file=stdout)
+    elif found["stored"]:
+        print(f"measured in {found['measured_s']:.1f} s, stored in {found['stored']}", file=stdout)
+    if found["stored"] and args.out is not None:
+        print(f"and in {args.out}", file=stdout)
+
+
+@contextmanager
+def _engine(arguments: dict[str, Any]) -> Iterator[Any]:
+    from vllm import LLM
+
+    with _refusals(arguments["model"]):
+        llm = LLM(**arguments)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def _refusals(model: str) -> Iterator[None]:
+    """What vLLM or the plugin refuses, as one line."""
+    from vllm_pdmux.demo.engine import reason_of
+
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise CommandError(f"vLLM does not start with {model}: {reason_of(error)}") from error
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Bar(*columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("calibrating")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _positive(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"is {text!r} but must be a number above 0")
+        return value
+
+    return parse
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'is {text!r} but must be a JSON object, such as {{"num_hidden_layers": 4}}')
+    return value
