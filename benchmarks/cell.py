@@ -4,7 +4,7 @@
 Started by other benchmarks as a process that obeys lines of JSON: ``{"cell": "B:C:P", "setting": ...}`` is answered
 with one line of JSON. A setting is a chunk size (stock), or ``capped:SMS`` or ``disjoint:SMS`` (the plugin; SMs of the
 prefill lane), or ``slo:ITL`` or ``slo:ITL:TTFT`` (its policy, with targets in ms). ``{"replay": ..., "setting": ...}``
-serves arrivals as a service would.
+serves arrivals as a service would, ``{"calibrate": true}`` calibrates the policy slo of this process (the plugin).
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def main() -> None:
         order = json.loads(line)
         if "alone" in order:
             answer({"prefill_alone_ttft_ms": engine.prefill_alone_ms(order["alone"])})
+        elif "calibrate" in order:
+            answer(engine.calibrate())
         elif "replay" in order:
             answer(engine.replay(order["replay"], order["setting"], order["limit_s"]))
         else:
@@ -71,6 +73,7 @@ class Engine:
         is_toy = args.shape == "toy"
         self._is_gpu = not current_platform.is_cpu()
         self._policies: dict[str, tuple[Any, Any, Any]] = {}  # slo, by setting
+        self._profile: Any = None  # with which they begin
         arguments: dict[str, Any] = shapes.arguments(args.shape)
         if args.arm == "pdmux":
             arguments["additional_config"] = {"pdmux": self._settings()}
@@ -143,6 +146,16 @@ class Engine:
             "steps": float(len(gaps)),
         }
 
+    def calibrate(self) -> dict[str, Any]:
+        """From now on slo begins with what is measured now. The profile, its errors on points that were held out."""
+        from vllm_pdmux.calibration.run import calibrate
+
+        self._use(None)
+        assert self._scheduler.reset_prefix_cache()
+        found = calibrate(self._llm)
+        self._profile, self._policies = found.profile, {}
+        return {"profile": found.profile.model_dump(), **found.details()}
+
     def replay(self, arrivals: list[list[Any]], setting: Any, limit_s: float) -> dict[str, Any]:
         """Serve `arrivals` at their times, `limit_s` at most, and what each request saw."""
         self._use(setting)
@@ -179,6 +192,7 @@ class Engine:
     def _use_slo(self, setting: str) -> None:
         """A policy keeps what it has learned from one measurement to the next, as it would in a server."""
         from vllm_pdmux.activation import settings_of
+        from vllm_pdmux.calibration.chosen import prior_of
         from vllm_pdmux.model_size import decode_alone, prompt_work
         from vllm_pdmux.policy_from_config import build_policy
         from vllm_pdmux.step_clock import StepClock
@@ -188,8 +202,10 @@ class Engine:
             targets = [float(one) for one in setting.split(":")[1:]]
             changes = {"policy": "slo"} | dict(zip(("itl_slo_ms", "ttft_slo_ms"), targets))
             config = settings_of(scheduler.vllm_config).model_copy(update=changes)
-            alone, work = decode_alone(scheduler.vllm_config), prompt_work(scheduler.vllm_config)
-            policy = build_policy(config, len(self._groups), self._is_gpu, alone, work, log)
+            alone, work, prior = decode_alone(scheduler.vllm_config), prompt_work(scheduler.vllm_config), None
+            if self._profile is not None:
+                prior, work = prior_of(self._profile, len(self._groups)), self._profile.prompt_work
+            policy = build_policy(config, len(self._groups), self._is_gpu, alone, work, log, prior)
             self._policies[setting] = policy, StepClock(policy, work), work
         scheduler._pdmux_policy, scheduler._step_clock, scheduler._prompt_work = self._policies[setting]
 

@@ -30,6 +30,21 @@ from machine import command_line, spread
 
 
 def main() -> None:
+    args = arguments()
+    results = Results(args)
+    arms = args.arms.split(",")
+    for together in [arms] if args.kv_gib else [[arm] for arm in arms]:
+        engines = {arm: Process(arm, args) for arm in together}
+        results.arms |= {arm: engine.answer() for arm, engine in engines.items()}  # none starts while another measures
+        measure(args, engines, results)
+        for engine in engines.values():
+            engine.close()
+    for line in summary(results.rows):
+        print(" ".join(f"{key}={show(value)}" for key, value in line.items()))
+    print(json.dumps(results.arms))
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cells", default="32:2048:8192,16:16384:8192,128:2048:8192")
     parser.add_argument("--chunks", default="192,256,320,512", help="of stock: max_num_batched_tokens")
@@ -44,26 +59,20 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, help="KV cache of each engine, where all are up at once")
     parser.add_argument("--arms", default="stock,pdmux")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    results = Results(args)
-    arms = args.arms.split(",")
-    for together in [arms] if args.kv_gib else [[arm] for arm in arms]:
-        engines = {arm: Process(arm, args) for arm in together}
-        results.arms |= {arm: engine.answer() for arm, engine in engines.items()}  # none starts while another measures
-        for arm, engine in engines.items():
-            tokens = {cell.split(":")[2] for cell in args.cells.split(",")}
-            for one in sorted(tokens, key=int):
-                results.arms[arm][f"prefill_alone_{one}"] = engine.ask({"alone": int(one)})
-        for cell in args.cells.split(","):
-            for round_number in range(args.rounds):
-                for arm, setting in turns(args, together):
-                    found = engines[arm].ask({"cell": cell, "setting": setting})
-                    results.add({"arm": arm, "setting": setting, "cell": cell, "round": round_number, **found})
-        for engine in engines.values():
-            engine.close()
-    for line in summary(results.rows):
-        print(" ".join(f"{key}={show(value)}" for key, value in line.items()))
-    print(json.dumps(results.arms))
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, engines: dict[str, Process], results: Results) -> None:
+    """All cells, on engines that are up."""
+    for arm, engine in engines.items():
+        tokens = {cell.split(":")[2] for cell in args.cells.split(",")}
+        for one in sorted(tokens, key=int):
+            results.arms[arm][f"prefill_alone_{one}"] = engine.ask({"alone": int(one)})
+    for cell in args.cells.split(","):
+        for round_number in range(args.rounds):
+            for arm, setting in turns(args, list(engines)):
+                found = engines[arm].ask({"cell": cell, "setting": setting})
+                results.add({"arm": arm, "setting": setting, "cell": cell, "round": round_number, **found})
 
 
 def turns(args: argparse.Namespace, arms: list[str]) -> list[tuple[str, Any]]:

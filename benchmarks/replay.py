@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,19 @@ DRAIN_S = 15.0  # after the last arrival
 
 
 def main() -> None:
+    args = arguments()
+    engines = {arm: Process(arm, args) for arm in ("stock", "pdmux")}
+    ready = {arm: engine.answer() for arm, engine in engines.items()}  # none starts while another measures
+    measure(args, engines, ready)
+    for engine in engines.values():
+        engine.close()
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trace", type=Path, action="append", required=True, help="with --speed, once for each")
     parser.add_argument("--speed", type=float, action="append", required=True)
+    parser.add_argument("--skip", type=float, default=0.0, help="seconds of arrivals, at that speed, that are left out")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals")
     parser.add_argument("--longest", type=int, default=32768, help="tokens of a request")
     parser.add_argument("--targets", default="15:1000", help="ITL:TTFT in ms, with commas")
@@ -47,27 +58,32 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-8b", choices=shapes.CONFIGS)
     parser.add_argument("--total-sms", type=int, default=132)
     parser.add_argument("--kv-gib", type=float, required=True, help="KV cache of each engine")
-    parser.add_argument("--profile", help="of this device and shape, to predict from")
+    parser.add_argument("--profile", help="of this device and shape, to predict from; else that of --calibrate")
+    parser.add_argument("--calibrate", action="store_true", help="let slo begin with a calibration")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.prompts, args.limit_s, args.max_prefill_tokens, args.chunks = 0, 0.0, None, args.stock
+    args.prompts, args.limit_s, args.max_prefill_tokens = 0, 0.0, None  # of frontier's engines
     if len(args.trace) != len(args.speed):
         parser.error(f"--trace is given {len(args.trace)} times and --speed {len(args.speed)} times: give one for each")
+    return args
+
+
+def measure(args: argparse.Namespace, engines: dict[str, Process], ready: dict[str, dict[str, Any]]) -> None:
+    """All traces, on engines that are up and have said `ready`."""
     targets = [tuple(map(float, pair.split(":"))) for pair in args.targets.split(",")]
     profile = read_profile(args.profile) if args.profile else None
-    engines = {arm: Process(arm, args) for arm in ("stock", "pdmux")}
-    found: dict[str, Any] = {"rows": []}
-    for arm, engine in engines.items():
-        ready = engine.answer()
-        common = {name: ready.pop(name) for name in ("machine", "versions", "python")}
-        ready.pop("command")
-        found = {**common, "command": command_line(), "arms": {**found.get("arms", {}), arm: ready}, "rows": []}
+    common = {name: ready["pdmux"][name] for name in ("machine", "versions", "python")}
+    arms = {arm: {k: v for k, v in said.items() if k not in (*common, "command")} for arm, said in ready.items()}
+    found: dict[str, Any] = {**common, "command": command_line(), "arms": arms, "rows": []}
+    if args.calibrate:
+        found["calibration"] = engines["pdmux"].ask({"calibrate": True})
+        profile = profile or DeviceProfile.model_validate(found["calibration"]["profile"])
     for path, speed in zip(args.trace, args.speed, strict=True):
-        arrivals = chosen(path, speed, args.seconds, args.longest)
+        arrivals = chosen(path, speed, args.skip, args.seconds, args.longest)
         order = [[one.at_ms, one.prompt_tokens, one.answer_tokens, list(one.blocks)] for one in arrivals]
         load = {"trace": path.name, "speed": speed, "requests": len(arrivals)}
-        print(load, "prompt tokens/s", sum(a.prompt_tokens for a in arrivals) / args.seconds, file=sys.stderr)
+        load["prompt_tokens_per_s"] = round(sum(one.prompt_tokens for one in arrivals) / args.seconds)
         for number in range(args.rounds):
             for arm, setting in settings(args, targets):
                 limit_s = args.seconds + DRAIN_S
@@ -80,8 +96,6 @@ def main() -> None:
                 print(line(row), file=sys.stderr, flush=True)
                 if args.out:
                     args.out.write_text(json.dumps(found) + "\n")
-    for engine in engines.values():
-        engine.close()
 
 
 def settings(args: argparse.Namespace, targets: list[tuple[float, ...]]) -> list[tuple[str, Any]]:
@@ -95,10 +109,12 @@ def settings(args: argparse.Namespace, targets: list[tuple[float, ...]]) -> list
     return found + [("stock", chunk) for chunk in stock[len(mine) :]]
 
 
-def chosen(path: Path, speed: float, seconds: float, longest: int) -> list[Arrival]:
-    """The requests that arrive in the first `seconds`."""
-    arrivals = read_trace(str(path), None, speed)
-    return [one for one in arrivals if one.at_ms <= seconds * 1e3 and one.prompt_tokens + one.answer_tokens <= longest]
+def chosen(path: Path, speed: float, skip: float, seconds: float, longest: int) -> list[Arrival]:
+    """The requests that arrive in `seconds` after the first `skip` seconds."""
+    arrivals = [replace(one, at_ms=one.at_ms - skip * 1e3) for one in read_trace(str(path), None, speed)]
+    return [
+        one for one in arrivals if 0 <= one.at_ms <= seconds * 1e3 and one.prompt_tokens + one.answer_tokens <= longest
+    ]
 
 
 def within(served: dict[str, Any], itl_slo_ms: float, ttft_slo_ms: float) -> dict[str, float]:

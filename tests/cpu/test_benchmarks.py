@@ -44,7 +44,7 @@ def test_a_replay_serves_a_trace_in_every_arm(tmp_path):
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     profile = BENCHMARKS / "results" / "profile-h200-llama-8b.json"
     load = ["--trace", trace, "--speed", "2", "--seconds", "5", "--targets", "60000:60000,1:1", "--longest", "800"]
-    arms = ["--shape", "toy", "--stock", "64", "--groups", "capped:100", "--kv-gib", "1", "--profile", profile]
+    arms = ["--shape", "toy", "--stock", "64", "--groups", "capped:100", "--kv-gib", "1", "--calibrate", "--profile", profile]
     command = [sys.executable, "replay.py", *map(str, load + arms), "--out", str(out)]
     run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
