@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trace", type=Path, action="append", required=True, help="with --speed, once for each")
     parser.add_argument("--speed", type=float, action="append", required=True)
-    parser.add_argument("--skip", type=float, default=0.0, help="seconds of arrivals, at that speed, that are left out")
+    parser.add_argument("--skip", type=float, action="append", help="seconds of the trace that are left out, likewise")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals")
     parser.add_argument("--longest", type=int, default=32768, help="tokens of a request")
     parser.add_argument("--targets", default="15:1000", help="ITL:TTFT in ms, with commas")
@@ -64,8 +64,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.prompts, args.limit_s, args.max_prefill_tokens = 0, 0.0, None  # of frontier's engines
-    if len(args.trace) != len(args.speed):
-        parser.error(f"--trace is given {len(args.trace)} times and --speed {len(args.speed)} times: give one for each")
+    args.skip = args.skip or [0.0] * len(args.trace)
+    if not len(args.trace) == len(args.speed) == len(args.skip):
+        counts = f"{len(args.trace)}, {len(args.speed)} and {len(args.skip)} times"
+        parser.error(f"--trace, --speed and --skip are given {counts}: give one of each for every trace")
     return args
 
 
@@ -79,10 +81,10 @@ def measure(args: argparse.Namespace, engines: dict[str, Process], ready: dict[s
     if args.calibrate:
         found["calibration"] = engines["pdmux"].ask({"calibrate": True})
         profile = profile or DeviceProfile.model_validate(found["calibration"]["profile"])
-    for path, speed in zip(args.trace, args.speed, strict=True):
-        arrivals = chosen(path, speed, args.skip, args.seconds, args.longest)
+    for path, speed, skip in zip(args.trace, args.speed, args.skip, strict=True):
+        arrivals = chosen(path, speed, skip, args.seconds, args.longest)
         order = [[one.at_ms, one.prompt_tokens, one.answer_tokens, list(one.blocks)] for one in arrivals]
-        load = {"trace": path.name, "speed": speed, "requests": len(arrivals)}
+        load = {"trace": path.name, "speed": speed, "skip_s": skip, "requests": len(arrivals)}
         load["prompt_tokens_per_s"] = round(sum(one.prompt_tokens for one in arrivals) / args.seconds)
         for number in range(args.rounds):
             for arm, setting in settings(args, targets):
@@ -110,8 +112,8 @@ def settings(args: argparse.Namespace, targets: list[tuple[float, ...]]) -> list
 
 
 def chosen(path: Path, speed: float, skip: float, seconds: float, longest: int) -> list[Arrival]:
-    """The requests that arrive in `seconds` after the first `skip` seconds."""
-    arrivals = [replace(one, at_ms=one.at_ms - skip * 1e3) for one in read_trace(str(path), None, speed)]
+    """The requests that arrive in `seconds`, the first `skip` seconds of the trace left out."""
+    arrivals = [replace(one, at_ms=one.at_ms - skip / speed * 1e3) for one in read_trace(str(path), None, speed)]
     return [
         one for one in arrivals if 0 <= one.at_ms <= seconds * 1e3 and one.prompt_tokens + one.answer_tokens <= longest
     ]
