@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -46,15 +47,21 @@ def main() -> None:
     engine = Engine(args)
     answer({"ready_s": time.perf_counter() - started, "kv_tokens": engine.kv_tokens, **description()})
     for line in sys.stdin:
-        order = json.loads(line)
-        if "alone" in order:
-            answer({"prefill_alone_ttft_ms": engine.prefill_alone_ms(order["alone"])})
-        elif "calibrate" in order:
-            answer(engine.calibrate())
-        elif "replay" in order:
-            answer(engine.replay(order["replay"], order["setting"], order["limit_s"]))
-        else:
-            answer(engine.cell(*map(int, order["cell"].split(":")), order["setting"]))
+        try:
+            answer(obey(engine, json.loads(line)))
+        except Exception as error:  # noqa: BLE001 - the engine may be good for the next order
+            traceback.print_exc()
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def obey(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
+    if "alone" in order:
+        return {"prefill_alone_ttft_ms": engine.prefill_alone_ms(order["alone"])}
+    if "calibrate" in order:
+        return engine.calibrate()
+    if "replay" in order:
+        return engine.replay(order["replay"], order["setting"], order["limit_s"])
+    return engine.cell(*map(int, order["cell"].split(":")), order["setting"])
 
 
 def answer(values: dict[str, Any]) -> None:

@@ -128,7 +128,10 @@ class Process:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(ANSWER):
-                return json.loads(line[len(ANSWER) :])
+                found = json.loads(line[len(ANSWER) :])
+                if "error" in found:
+                    raise RuntimeError(f"the engine could not: {found['error']}")
+                return found
         raise RuntimeError(f"the engine has ended with status {self._process.wait()}")
 
 
