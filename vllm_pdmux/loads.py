@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -21,6 +22,7 @@ class Loads:
     _pdmux_policy: Policy
     _prompt_work: PromptWork
     _model_layers: int
+    _batches: deque[PrefillBatch]  # in the lane, in order
     _step_clock: StepClock | None  # None: the policy does not learn
 
     def _tokens_of_fused_step(self) -> int:
@@ -39,8 +41,12 @@ class Loads:
         return tokens and len(decoding) + tokens
 
     def _load_beside(self, output: SchedulerOutput, batch: PrefillBatch) -> Load:
-        """Of a step with `batch` in the lane and the decode step `output`."""
-        decoding = output.num_scheduled_tokens
+        """Of a step with `batch` in the lane and the decode step `output`.
+
+        Where nothing decodes, those count who will next: what prefill is to leave them is decided before they do.
+        """
+        decoding = list(output.num_scheduled_tokens)
+        decoding = decoding or [request.request_id for request in self._batches[0].alive(self.requests)]
         context_tokens, oldest_wait_ms = 0, 0.0
         if self._step_clock is not None:
             context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)

@@ -27,10 +27,10 @@ class PrefillOrder:
     """
 
     batch_id: int | None = None  # the last batch in the lane, which `start` belongs to; None: the lane is empty
-    layers: int = 0  # at most this many attention layers
+    layers: int = 0  # at most this many attention layers; with nothing decoding all of them
     start: SchedulerOutput | None = None  # a batch's own step, sent once
     grammar: GrammarOutput | None = None  # bitmask for the first tokens of `start`
-    group: int = 0  # stream group of both lanes from this step on
+    group: int = 0  # stream group of both lanes from this step on; with nothing decoding prefill may have all SMs
     drop: int | None = None  # no batch up to this one may run again: their KV blocks may be reused from this step on
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_STEP = "pdmux_step"
+_STEP, _IS_EMPTY = "pdmux_step", "pdmux_is_empty"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class StepClock:
     """Tells `policy` of each step when its output has come back.
 
     A step takes from when it was scheduled, or from when the step before it came back if that was later: under
-    asynchronous scheduling steps queue up, and with nothing to do there is time between them.
+    asynchronous scheduling steps queue up, and with nothing to do there is time between them. A step with nothing in it
+    does not count: it comes back when the host looks for it, which may be after it has launched the next one.
     """
 
     def __init__(self, policy: Policy, work: PromptWork, clock_s: Callable[[], float] = time.perf_counter):
@@ -59,6 +60,8 @@ class StepClock:
             kind = {(True, True): Kind.FUSED, (True, False): Kind.DECODE, (False, True): Kind.PREFILL}.get(
                 (decode_batch > 0, prefill_work > 0)
             )
+        if order.batch_id is None and not output.num_scheduled_tokens:
+            setattr(output, _IS_EMPTY, True)
         if kind is not None:
             step = _Scheduled(self._clock_s(), kind, decode_batch, context_tokens, prefill_work, order.group)
             setattr(output, _STEP, step)
@@ -68,6 +71,8 @@ class StepClock:
 
         Where the lane was not `is_saturated` the step ran partly alone: it says nothing of either.
         """
+        if getattr(output, _IS_EMPTY, False):
+            return
         now_s, last_s = self._clock_s(), self._last_s
         self._last_s = now_s
         step: _Scheduled | None = getattr(output, _STEP, None)

@@ -613,6 +613,44 @@ def test_the_first_tokens_are_the_last(pdmux, max_tokens):
     assert pdmux.reasons["long"] == "length"
 
 
+class LaunchWatch:
+    """Notes, of each step of the lane, whether a batch was to be run to its end, the group, and what ran."""
+
+    def __init__(self, lane, monkeypatch):
+        self.steps, self._group = [], None
+        use, launch = lane._device.use, lane._launch
+
+        def noted_use(group, runner):
+            self._group = group
+            use(group, runner)
+
+        def noted_launch(layers, to_its_end):
+            runs = launch(layers, to_its_end)
+            self.steps.append((to_its_end, self._group, runs))
+            return runs
+
+        monkeypatch.setattr(lane._device, "use", noted_use, raising=False)
+        monkeypatch.setattr(lane, "_launch", noted_launch)
+
+
+@pytest.mark.parametrize("report_delay", [0, 1])
+def test_what_decodes_next_does_not_wait_for_the_batch_behind(engines, monkeypatch, report_delay):
+    """The chat ends while two batches are in the lane: the first is run to its end on all SMs, the second is not, since
+    the first one's requests are about to decode."""
+    with engines.lend(True, True) as engine:
+        engine.fresh(1, 256, report_delay, 2)
+        monkeypatch.setattr(engine.scheduler, "_max_prefill_tokens", 200)
+        watch = LaunchWatch(engine.worker._prefill_lane, monkeypatch)
+        arrivals = [Arrival("chat", prompt(20, 1), 10), late("first"), late("second", seed=101)]
+        assert_answers(engine.run(arrivals), arrivals)
+        monkeypatch.undo()
+    place = next(place for place, (to_its_end, _, _) in enumerate(watch.steps) if to_its_end)
+    (_, group, runs), (next_to_its_end, next_group, next_runs) = watch.steps[place : place + 2]
+    assert group == 0 and [run.batch_id for run in runs] == [runs[0].batch_id] and runs[0].end_layer == len(LAYER_NAMES)
+    assert not next_to_its_end and next_group > 0
+    assert [(run.batch_id, run.end_layer - run.first_layer) for run in next_runs] == [(runs[0].batch_id + 1, 1)]
+
+
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_stop_ids(pdmux, at):
     """The scheduler learns of a stop one step too late: the token behind it is dropped."""

@@ -229,6 +229,19 @@ class TestClock:
             (Kind.BESIDE, 2, 70.0)
         ] * is_saturated
 
+    def test_an_empty_step_that_comes_back_late_takes_nothing_from_the_next(self):
+        """The host launches a prompt for 30 ms before it looks for the step before, which had nothing in it."""
+        spy, clock = Spy(), Hand()
+        steps = StepClock(spy, PromptWork(), clock)
+        clock.now = 0.99
+        empty = Output({})
+        steps.scheduled(empty, PrefillOrder(), {})
+        output = scheduled(steps, clock, 1.0)
+        for one, at in ((empty, 1.03), (output, 1.2)):
+            clock.now = at
+            steps.done(one, 0.0, True)
+        assert [step.step_ms for step in spy.seen] == pytest.approx([200])
+
     def test_a_step_that_was_not_seen_when_it_was_scheduled_is_not_told(self):
         spy, clock = Spy(), Hand()
         StepClock(spy, PromptWork(), clock).done(Output({}), 0.0, True)

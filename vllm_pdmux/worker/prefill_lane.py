@@ -22,6 +22,8 @@ from vllm_pdmux.worker.process_state import ProcessState
 
 logger = init_logger("vllm.pdmux.lane")
 
+ALONE = 0  # the group with all SMs for prefill
+
 
 def build_lane(kind: str, keep_thread: bool) -> Lane:
     """The lane of the setting ``lane``: "threaded" or "serial"."""
@@ -64,9 +66,14 @@ class PrefillLane:
         self._current: Batch | None = None
         self._launched: deque[tuple[Batch, Any, str | None]] = deque()  # with output or error
         self._finished_req_ids: set[str] = set()  # finished while their batch was in the lane
+        # Whether a batch has ended in this step and in the one before. Under asynchronous scheduling the step after it
+        # is scheduled without knowing that, so that requests may be about to decode though nothing does.
+        self._is_async = decode_runner.vllm_config.scheduler_config.async_scheduling
+        self._has_ended = self._had_ended = False
 
     def before_decode(self, output: SchedulerOutput, order: PrefillOrder) -> None:
         """What must happen before the decode lane runs the step `output`: drops, and requests that change lanes."""
+        self._had_ended, self._has_ended = self._has_ended and self._is_async, False
         if order.drop is not None:
             self._drop(order.drop)
         self._finished_req_ids |= self._handover.gone(output)
@@ -79,17 +86,21 @@ class PrefillLane:
         """Take the order's batch if it brings one, and launch layers. None when there was nothing to run.
 
         `wait`: nothing decodes, so a batch that is launched is reported as ended at once, with an output that may have
-        to be waited for.
+        to be waited for. The first batch is then run to its end on all SMs, and no other: what decodes after it would
+        wait for that. Nor is it where requests of a batch before it are about to decode.
         """
         if order.start is not None:
             assert order.batch_id is not None
             self._queue.append(Batch(order.batch_id, order.start, order.grammar, self._admitted_at))
-        self._device.use(order.group, self._runner)
+        to_its_end = wait and not self._had_ended and not self._launched
+        self._device.use(ALONE if to_its_end else order.group, self._runner)
         if self._current is None and self._queue:
             self._begin(self._queue.popleft())
         was_busy = self._device.is_busy()
-        runs = self._launch(order.layers, wait) if self._current is not None else ()
-        return self._report(runs, was_busy and self._device.is_busy(), wait)
+        runs = self._launch(order.layers, to_its_end) if self._current is not None else ()
+        report = self._report(runs, was_busy and self._device.is_busy(), wait)
+        self._has_ended = report is not None and report.output is not None
+        return report
 
     def warm_up(self, group: int, tokens: int) -> None:
         """Run a prefill batch of `tokens` made-up tokens on the SMs of `group`, so that all it needs there exists."""
@@ -138,15 +149,16 @@ class PrefillLane:
             result = self._runner.execute_model(batch.output)
             return self._runner.sample_tokens(batch.grammar) if result is None else result
 
-    def _launch(self, layers: int, wait: bool) -> tuple[Run, ...]:
+    def _launch(self, layers: int, to_its_end: bool) -> tuple[Run, ...]:
         """Launch `layers` layers, fewer where the device has enough queued; what was run of each batch.
 
-        When all of the batch is launched the next one begins, so that the device does not run dry between them.
+        When all of the batch is launched the next one begins, so that the device does not run dry between them. Or
+        launch all that is left of the batch, and nothing else.
         """
         runs: list[Run] = []
-        while self._current is not None and layers > 0 and (wait or self._device.wants_more()):
+        while self._current is not None and (to_its_end or (layers > 0 and self._device.wants_more())):
             batch, first_layer = self._current, self._lane.layer
-            ended = self._lane.advance(layers if wait else self._device.stride(layers))
+            ended = self._lane.advance(ALL_LAYERS if to_its_end else self._device.stride(layers))
             output, error = self._take() if ended else (None, None)
             layers -= max(1, self._lane.layer - first_layer)
             if runs and runs[-1].batch_id == batch.id:
@@ -155,6 +167,8 @@ class PrefillLane:
             if ended:
                 self._launched.append((batch, output, error))
                 self._current = None
+                if to_its_end:
+                    break
                 if self._queue and error is None:
                     self._begin(self._queue.popleft())
         return tuple(runs)
