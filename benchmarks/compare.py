@@ -6,7 +6,7 @@
 For each setting of the plugin: its ITL, its prefill throughput, what stock reaches at the same ITL p50 and at the same
 ITL p99, and the ratio. Stock's curve is a straight line between two chunk sizes that were measured, its best where they
 are out of order; below the smallest ITL that stock has beside prefill there is nothing to compare with ("-"), and
-beyond its largest chunk the largest is taken.
+beyond its largest chunk the largest is taken. A cell that is in several files is read from the last of them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,19 @@ def main() -> None:
     args = parser.parse_args()
     print("| " + " | ".join(COLUMNS) + " |")
     print("|---" * len(COLUMNS) + "|")
-    for file in args.files:
-        for row in compare(json.loads(file.read_text())["summary"]):
-            print("| " + " | ".join(row) + " |")
+    for row in compare(latest([json.loads(file.read_text()) for file in args.files])):
+        print("| " + " | ".join(row) + " |")
+
+
+def latest(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The summaries of several files as one; of a cell the last file's."""
+    by_cell: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        cells: dict[str, list[dict[str, Any]]] = {}
+        for row in result["summary"]:
+            cells.setdefault(row["cell"], []).append(row)
+        by_cell |= cells
+    return [row for rows in by_cell.values() for row in rows]
 
 
 def compare(summary: list[dict[str, Any]]) -> list[list[str]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import shapes
+from compare import latest
 from machine import command_line
 
 from vllm_pdmux.calibration.fit import errors, fit
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results = [json.loads(file.read_text()) for file in args.files]
-    rows = [row for result in results for row in result["summary"] if "@" not in row["arm"]]
+    rows = [row for row in latest(results) if "@" not in row["arm"] and not str(row["setting"]).startswith("slo")]
     alone_ms = statistics.median(
         value["prefill_alone_ttft_ms"]
         for result in results
