@@ -152,6 +152,18 @@ def test_the_committed_prediction_is_what_the_simulator_says():
         assert prediction["errors"][value]["max"] == off[-1]
 
 
+def test_the_error_of_the_committed_calibration_is_what_the_readme_says():
+    results = BENCHMARKS / "results"
+    files = [results / "replay-h200.json", results / "frontier-h200-again-32-128.json"]
+    run = subprocess.run(
+        [sys.executable, "calibration_error.py", *files], cwd=BENCHMARKS, capture_output=True, text=True, timeout=60
+    )
+    found = json.loads(run.stdout)
+    assert found["decode beside prefill"]["points"] == 12
+    assert found["decode beside prefill"]["median"] < 0.025 and found["decode beside prefill"]["max"] < 0.075
+    assert found["decode alone"]["max"] < 0.005
+
+
 def test_results_that_are_committed_say_where_they_come_from():
     files = sorted((BENCHMARKS / "results").glob("*.json"))
     assert files
