@@ -4,9 +4,9 @@
     python benchmarks/calibration_error.py benchmarks/results/replay-h200.json \
         benchmarks/results/frontier-h200-again-32-128.json
 
-The first file is one of `replay.py --calibrate`, the others are of `frontier.py`, on the same GPU and shape. Prints, for
-decode and prefill, alone and beside each other, and for fused steps: the median, the 95th percentile and the largest
-relative error.
+The first file is one of `replay.py --calibrate`, the others are of `frontier.py`, on the same GPU and shape. Prints,
+for decode and prefill, alone and beside each other, and for fused steps: the median, the 95th percentile and the
+largest relative error.
 """
 
 from __future__ import annotations

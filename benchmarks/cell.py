@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine, stock or with the plugin, and what is measured with it.
 
-Started by other benchmarks as a process that obeys lines of JSON: ``{"cell": "B:C:P", "setting": ...}`` is answered
-with one line of JSON. A setting is a chunk size (stock), or ``capped:SMS`` or ``disjoint:SMS`` (the plugin; SMs of the
-prefill lane), or ``slo:ITL`` or ``slo:ITL:TTFT`` (its policy, with targets in ms). ``{"replay": ..., "setting": ...}``
-serves arrivals as a service would, ``{"calibrate": true}`` calibrates the policy slo of this process (the plugin).
+Started by other benchmarks as a process that obeys lines of JSON, each of which is answered with one line of JSON:
+``{"cell": "B:C:P", "setting": ..., "prompts": ..., "limit_s": ...}``, ``{"replay": ..., "setting": ..., "limit_s": ...}``
+to serve arrivals as a service would, ``{"alone": TOKENS}``, ``{"calibrate": true}`` for the policy slo of this process.
+A setting is a chunk size (stock), or ``capped:SMS`` or ``disjoint:SMS`` (the plugin; SMs of the prefill lane), or
+``slo:ITL`` or ``slo:ITL:TTFT`` (its policy, with targets in ms).
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ def main() -> None:
     parser.add_argument("--groups", default="", help="of the plugin: settings that it may be asked for")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--total-sms", type=int, default=132)
-    parser.add_argument("--prompts", type=int, default=4, help="prefilled in one measurement")
-    parser.add_argument("--limit-s", type=float, default=4.0, help="of one measurement of stock")
     parser.add_argument("--kv-gib", type=float, help="KV cache in GiB, where other engines share the GPU")
     parser.add_argument("--max-prefill-tokens", type=int, default=None)
     args = parser.parse_args()
@@ -61,7 +60,7 @@ def obey(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
         return engine.calibrate()
     if "replay" in order:
         return engine.replay(order["replay"], order["setting"], order["limit_s"])
-    return engine.cell(*map(int, order["cell"].split(":")), order["setting"])
+    return engine.cell(*map(int, order["cell"].split(":")), order["setting"], order["prompts"], order["limit_s"])
 
 
 def answer(values: dict[str, Any]) -> None:
@@ -122,8 +121,11 @@ class Engine:
             times.append((time.perf_counter() - start) * 1e3)
         return sorted(times[1:])[1]
 
-    def cell(self, batch: int, context: int, tokens: int, setting: Any) -> dict[str, float]:
-        """ITL with nothing to prefill, then ITL and prefill throughput while prompts are prefilled."""
+    def cell(
+        self, batch: int, context: int, tokens: int, setting: Any, prompt_count: int, limit_s: float
+    ) -> dict[str, float]:
+        """ITL with nothing to prefill, then ITL and prefill throughput while `prompt_count` prompts are prefilled; with
+        stock's smallest chunks only what is done in `limit_s`."""
         # A policy that learns sees decode alone too, as it would in a server.
         self._use(setting if str(setting).startswith("slo") else None)
         if (batch, context) not in self._contexts:
@@ -135,8 +137,8 @@ class Engine:
                 lengths[output.request_id] = len(output.outputs[0].token_ids)
         alone = self._gaps(decoding, lambda gaps, ended: len(gaps) >= ALONE_STEPS)[0]
         self._use(setting)
-        prompts = [self._add(self._prompt(tokens), 1) for _ in range(self._args.prompts)]
-        limit = time.perf_counter() + (self._args.limit_s if self._args.arm == "stock" else 1e9)
+        prompts = [self._add(self._prompt(tokens), 1) for _ in range(prompt_count)]
+        limit = time.perf_counter() + (limit_s if self._args.arm == "stock" else 1e9)
         gaps, seconds, ended = self._gaps(
             decoding, lambda gaps, ended: len(ended) >= len(prompts) or time.perf_counter() > limit
         )

@@ -71,7 +71,8 @@ def measure(args: argparse.Namespace, engines: dict[str, Process], results: Resu
     for cell in args.cells.split(","):
         for round_number in range(args.rounds):
             for arm, setting in turns(args, list(engines)):
-                found = engines[arm].ask({"cell": cell, "setting": setting})
+                order = {"cell": cell, "setting": setting, "prompts": args.prompts, "limit_s": args.limit_s}
+                found = engines[arm].ask(order)
                 results.add({"arm": arm, "setting": setting, "cell": cell, "round": round_number, **found})
 
 
@@ -105,8 +106,6 @@ class Process:
             "groups": "" if name == "stock" else ",".join(settings_of(arm, args)),
             "backend": backend or "auto",
             "total-sms": args.total_sms,
-            "prompts": args.prompts,
-            "limit-s": args.limit_s,
             "kv-gib": args.kv_gib,
             "max-prefill-tokens": args.max_prefill_tokens,
         }

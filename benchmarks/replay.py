@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.prompts, args.limit_s, args.max_prefill_tokens = 0, 0.0, None  # of frontier's engines
+    args.max_prefill_tokens = None  # of frontier's engines
     args.skip = args.skip or [0.0] * len(args.trace)
     if not len(args.trace) == len(args.speed) == len(args.skip):
         counts = f"{len(args.trace)}, {len(args.speed)} and {len(args.skip)} times"
