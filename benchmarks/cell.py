@@ -2,8 +2,12 @@
 """One engine, stock or with the plugin, and what is measured with it.
 
 Started by other benchmarks as a process that obeys lines of JSON, each of which is answered with one line of JSON:
-``{"cell": "B:C:P", "setting": ..., "prompts": ..., "limit_s": ...}``, ``{"replay": ..., "setting": ..., "limit_s": ...}``
-to serve arrivals as a service would, ``{"alone": TOKENS}``, ``{"calibrate": true}`` for the policy slo of this process.
+
+    {"cell": "B:C:P", "setting": ..., "prompts": ..., "limit_s": ...}
+    {"replay": ..., "setting": ..., "limit_s": ...}     arrivals as in a service
+    {"alone": TOKENS}                                   a prompt with nothing decoding
+    {"calibrate": true}                                 the policy slo of this process
+
 A setting is a chunk size (stock), or ``capped:SMS`` or ``disjoint:SMS`` (the plugin; SMs of the prefill lane), or
 ``slo:ITL`` or ``slo:ITL:TTFT`` (its policy, with targets in ms).
 """

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_pdmux.activation import settings_of
@@ -28,10 +27,10 @@ from vllm_pdmux.calibration.plan import (
     lane_prompt,
     prompts,
 )
+from vllm_pdmux.calibration.recorder import Clock, Recorder
 from vllm_pdmux.calibration.samples import BesideSample, DecodeSample, FusedSample, PrefillSample, Samples
-from vllm_pdmux.policy import ALL_LAYERS, Decision, FixedPolicy, Kind, LayerRule, Load, Observation, Prompt, PromptWork
+from vllm_pdmux.policy import Kind, Observation, PromptWork
 from vllm_pdmux.scheduler import PDMuxSchedulerMixin
-from vllm_pdmux.step_clock import StepClock
 
 # A point of decode alone: so many steps, fewer where they take long.
 ALONE_STEPS, FEWEST_STEPS, ALONE_MS = 16, 5, 400.0
@@ -56,53 +55,6 @@ def measure(llm: Any, progress: Progress = lambda done, total, what: None) -> Sa
     Raises CalibrationError for an engine that cannot be measured.
     """
     return Meter(llm).measure(progress)
-
-
-class Recorder:
-    """The policy meanwhile: one group always, fused steps when asked for; notes every step, saturated or not."""
-
-    observes = fuses = True
-
-    def __init__(self, splits: int):
-        self._splits = splits
-        self.steps: list[Observation] = []
-        self.saturated: list[bool] = []  # whether the lane had layers to run during all of the step
-        self.lane_was_saturated = True
-        self.fused = 0
-        self.use(1)
-
-    def use(self, group: int) -> None:
-        """Both lanes in `group` from now on, and nothing noted yet."""
-        self._fixed = FixedPolicy(group, self._splits, LayerRule(layers_per_group=ALL_LAYERS))
-        self.clear()
-
-    def clear(self) -> None:
-        self.steps, self.saturated = [], []
-
-    def decide(self, load: Load) -> Decision:
-        return self._fixed.decide(load)
-
-    def fused_tokens(self, load: Load) -> int:
-        return self.fused
-
-    def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
-        return False
-
-    def observe(self, step: Observation) -> None:
-        self.steps.append(step)
-        self.saturated.append(self.lane_was_saturated)
-
-
-class Clock(StepClock):
-    """Tells of every step, and whether the lane was saturated."""
-
-    def __init__(self, recorder: Recorder):
-        super().__init__(recorder, PromptWork())  # work in tokens
-        self._recorder = recorder
-
-    def done(self, output: SchedulerOutput, beside_work: float, is_saturated: bool) -> None:
-        self._recorder.lane_was_saturated = is_saturated
-        super().done(output, beside_work, True)
 
 
 class Meter:
