@@ -286,6 +286,15 @@ class TestTheLead:
         assert max(launched) == 3 and min(launched) >= 1
 
 
+def test_a_layer_is_launched_in_every_step_however_short(device, clock):
+    begin(device, 1)
+    launched = []
+    for _ in range(5):
+        launched.append(step(device, clock, step_s=0.0, launch_s=0.1))
+        gpu_runs(device, 1000)
+    assert min(launched) >= 1
+
+
 def test_events_are_used_again(device, clock):
     device.use(1, SimpleNamespace())
     device.begin(device.moment())

@@ -116,6 +116,7 @@ class CudaDevice:
         self._step_s = self._launch_until_s = clock_s()  # when this step's launches began, and when they must end
         self._lead = FIRST_LEAD
         self._begun = 0  # layers that have begun on the GPU since the step before
+        self._launched = 0  # layers, in this step
         self._is_short = False  # whether layers were left to launch when the lead was reached
 
     def use(self, group: int, runner: Any) -> None:
@@ -138,7 +139,7 @@ class CudaDevice:
             needed = max(begun + MARGIN, FIRST_LEAD)
             self._lead = needed if needed > self._lead else self._lead - (self._lead > needed)
             self._lead = min(self._lead, LONGEST_LEAD)
-        self._is_short = False
+        self._is_short, self._launched = False, 0
         now_s = self._clock_s()
         self._launch_until_s = now_s + (now_s - self._step_s) * HOST_SHARE
         self._step_s = now_s
@@ -165,6 +166,7 @@ class CudaDevice:
         event = self._free_events.pop() if self._free_events else torch.cuda.Event()
         event.record(self._stream)
         self._marks.append(event)
+        self._launched += 1
 
     def stride(self, layers: int) -> int:
         return 1
@@ -178,7 +180,8 @@ class CudaDevice:
     def wants_more(self) -> bool:
         self.is_busy()
         self._is_short = len(self._marks) >= self._lead
-        return not self._is_short and self._clock_s() < self._launch_until_s
+        # One at least, however short the step before was: the lane goes on in every step.
+        return not self._is_short and (self._launched == 0 or self._clock_s() < self._launch_until_s)
 
     def is_done(self, output: Any) -> bool:
         # V2's name, and V1's
