@@ -129,14 +129,18 @@ class StandInRunner:
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         inputs = {i: self.input_of(i, n) for i, n in output.num_scheduled_tokens.items()}
-        for cache, name in zip(self.kv_caches, LAYER_NAMES, strict=True):
+        for layer, (cache, name) in enumerate(zip(self.kv_caches, LAYER_NAMES, strict=True)):
             self.vllm_config.compilation_config.static_forward_context[name]  # where the lane stops
+            self.at_layer(layer, inputs)
             for part in inputs.values():
                 cache[part.slots[part.first :]] = part.tokens
             for part in inputs.values():
                 part.total += weighted(cache[part.slots].tolist())
         self._inputs = inputs
         return None
+
+    def at_layer(self, layer, inputs):
+        """For tests that watch the KV cache."""
 
     def sample_tokens(self, grammar_output):
         inputs, self._inputs = self._inputs, None
