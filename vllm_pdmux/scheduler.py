@@ -8,6 +8,7 @@ lanes has nothing to do, the step is stock vLLM's.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -77,7 +78,7 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         self._max_prefill_tokens = max_prefill_tokens(settings, has_streams=is_gpu)
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self.pdmux_trace = StepTrace(settings.trace_steps)
-        self._counters = Counters(splits, has_target=learns) if self.log_stats else None
+        self._counters = Counters(splits, learns) if self.log_stats and wire.is_read(os.environ) else None
         self._shares = wire.Shares()
         self._batches: deque[PrefillBatch] = deque()  # in the lane, in order
         # A GPU must not run dry between two batches. (A V1 runner could not resume what was dropped before it began.)

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
 
+def is_read(environ: Mapping[str, str]) -> bool:
+    """Whether the front end takes our values out again: not vLLM's own in Rust, to which they are names of adapters."""
+    return environ.get("VLLM_USE_RUST_FRONTEND", "0") in ("", "0")
+
+
 class Shares:
     """Of each counter, each front end's share: all shares together are the counter.
 
