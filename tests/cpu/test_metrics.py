@@ -13,13 +13,16 @@ import tiny_model
 from driver import Arrival, prompt
 from metrics_page import Page
 from vllm import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_pdmux.messages import LaneReport, PrefillOrder, Run
+from vllm_pdmux.messages import LaneReport, PrefillOrder, Run, report_of
 from vllm_pdmux.metrics import wire
 from vllm_pdmux.metrics.counters import Counters
 from vllm_pdmux.metrics.definitions import PREFIX, group_labels, metrics
 from vllm_pdmux.metrics.exported import Exported
 from vllm_pdmux.metrics.log_line import log_line
+from vllm_pdmux.worker.gpu import PDMuxGPUWorker
+from vllm_pdmux.worker.worker import PDMuxWorkerMixin
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 ARRIVALS = [
@@ -126,6 +129,17 @@ def test_layers_dry_steps_and_steps_without_a_graph_come_from_the_report(counter
     assert value(counters, "prefill_layers_total") == 9
     assert value(counters, "dry_steps_total") == 1
     assert value(counters, "unconfined_steps_total") == 4
+
+
+def test_the_worker_says_with_every_report_how_many_steps_found_no_graph():
+    class Worker(PDMuxWorkerMixin):
+        _prefill_lane = SimpleNamespace(advance=lambda order, wait: LaneReport(0))
+        _order = PrefillOrder(0, 2, group=1)
+        _unconfined_steps = PDMuxGPUWorker._unconfined_steps
+        _decode_graphs = SimpleNamespace(unconfined_steps=3)
+
+    output = Worker()._advance(ModelRunnerOutput(req_ids=[], req_id_to_index={}), nothing_decodes=False)
+    assert report_of(output).unconfined_steps == 3
 
 
 def test_a_policy_that_is_exchanged_takes_nothing_back(counters):

@@ -46,6 +46,8 @@ class Exported:
         """Show `values`, which are cumulative where they count."""
         last = self._last.setdefault(engine, {})
         for key, value in values.items():
+            if value == last.get(key):
+                continue  # most of them, after every step
             if (found := self._families.get(key.partition("/")[0])) is None:
                 continue  # of an engine that knows more metrics than this process
             metric, child = found[0], self._child(engine, key)
