@@ -159,6 +159,7 @@ def activate(vllm_config: VllmConfig, environ: Mapping[str, str]) -> None:
         )
     parallel.worker_cls = WORKERS[worker]
     scheduler.scheduler_cls = scheduler.scheduler_cls or SCHEDULER
+    _install_metrics()
     _log(vllm_config, resolved, reason, worker)
 
 
@@ -192,6 +193,13 @@ def _is_on(environ: Mapping[str, str]) -> bool:
     if value in ("", "0", "false", "off", "no"):
         return False
     raise ActivationError(f"PDMUX={environ['PDMUX']!r}: it must be 1 (use the plugin) or 0 (do not)")
+
+
+def _install_metrics() -> None:
+    # Imported here: an engine that is not ours needs none of it.
+    from vllm_pdmux.metrics import stat_logger
+
+    stat_logger.install()
 
 
 def _logger() -> Any:

@@ -36,7 +36,9 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 
-_MEASURE = "calibration.measure"
+_LOGGERS = "vllm.v1.metrics.loggers"
+
+_MEASURE, _STAT_LOGGER = "calibration.measure", "metrics.stat_logger"
 
 INTERNALS: tuple[Internal, ...] = (
     # The scheduler: what the views hide, and what a batch in the lane changes.
@@ -49,6 +51,7 @@ INTERNALS: tuple[Internal, ...] = (
     *_all(_SCHEDULER, "Scheduler", "finished_req_ids reset_preempted_req_ids prev_step_scheduled_req_ids", "scheduler"),
     *_all(_SCHEDULER, "Scheduler", "prefill_capacity_bound kv_cache_manager parallel_config vllm_config", "scheduler"),
     *_all(_SCHEDULER, "Scheduler", "max_num_scheduled_tokens", "hiding"),
+    *_all(_SCHEDULER, "Scheduler", "log_stats", "scheduler"),
     *_all("vllm.v1.core.sched.async_scheduler", "", "AsyncScheduler", "scheduler"),
     *_all("vllm.v1.core.sched.interface", "PauseState", "PAUSED_ALL", "scheduler"),
     *_all("vllm.v1.core.sched.request_queue", "", "create_request_queue", "hiding"),
@@ -67,6 +70,10 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.v1.request", "Request", "num_stale_output_tokens", "scheduler"),
     *_all("vllm.v1.request", "RequestStatus", "FINISHED_ERROR", "scheduler"),
     *_all("vllm.v1.engine", "EngineCoreOutputs", "outputs finished_requests", "outputs"),
+    *_all("vllm.v1.engine", "EngineCoreOutputs", "scheduler_stats", "metrics.wire"),
+    *_all("vllm.v1.metrics.stats", "SchedulerStats", "running_lora_adapters", "metrics.wire"),
+    *_all("vllm.v1.request", "Request", "status is_prefill_chunk", "prefill_batch"),
+    *_all("vllm.v1.request", "RequestStatus", "RUNNING", "prefill_batch"),
     *_all("vllm.v1.engine", "EngineCoreOutput", "request_id new_token_ids finish_reason events", "outputs"),
     *_all("vllm.v1.core.sched.output", "SchedulerOutput", "num_scheduled_tokens finished_req_ids", "scheduler"),
     *_all("vllm.v1.core.sched.output", "SchedulerOutput", "total_num_scheduled_tokens preempted_req_ids", "scheduler"),
@@ -76,6 +83,12 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.config.vllm", "VllmConfig", "additional_config scheduler_config parallel_config", "activation"),
     *_all("vllm.config.parallel", "ParallelConfig", "worker_cls", "activation"),
     *_all("vllm.platforms.interface", "Platform", "check_and_update_config", "activation"),
+    # Metrics: a logger of ours among vLLM's own.
+    *_all(_LOGGERS, "", "AggregateStatLoggerBase", _STAT_LOGGER),
+    *_all(_LOGGERS, "StatLoggerBase", "record log log_engine_initialized", _STAT_LOGGER),
+    *_all(_LOGGERS, "StatLoggerManager", "__init__ stat_loggers engine_indexes", _STAT_LOGGER),
+    *_all("vllm.config.model", "ModelConfig", "served_model_name", _STAT_LOGGER),
+    *_all("vllm.config.vllm", "VllmConfig", "device_config", _STAT_LOGGER),
     # Calibration: what drives an engine, puts uncomputed blocks in its prefix cache, and tells engines apart.
     *_all("vllm.v1.engine.llm_engine", "LLMEngine", "engine_core add_request abort_request step", _MEASURE),
     *_all("vllm.v1.engine.core_client", "InprocClient", "engine_core", _MEASURE),

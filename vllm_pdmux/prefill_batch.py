@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 
 @dataclass
@@ -33,6 +33,11 @@ class PrefillBatch:
         By identity: a request that was aborted and one sent later with its id are two.
         """
         return [request for req_id, request in self.requests.items() if requests.get(req_id) is request]
+
+    def num_joined(self, requests: Mapping[str, Request]) -> int:
+        """How many of its requests decode from now on, when it has ended."""
+        alive = self.alive(requests)
+        return sum(one.status == RequestStatus.RUNNING and not one.is_prefill_chunk for one in alive)
 
     def stale_ids(self, requests: Mapping[str, Request]) -> set[str]:
         """The ids that have been given to another request since."""

@@ -8,6 +8,7 @@ lanes has nothing to do, the step is stock vLLM's.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -28,6 +29,9 @@ from vllm_pdmux.calibration.chosen import chosen_profile, prior_of
 from vllm_pdmux.hiding import Hiding
 from vllm_pdmux.loads import Loads
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
+from vllm_pdmux.metrics import wire
+from vllm_pdmux.metrics.counters import Counters
+from vllm_pdmux.metrics.definitions import DROPPED, FAILED
 from vllm_pdmux.model_size import decode_alone, prompt_work
 from vllm_pdmux.outputs import merge_outputs, outputs_of_ended
 from vllm_pdmux.policy import PromptWork
@@ -74,6 +78,8 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         self._max_prefill_tokens = max_prefill_tokens(settings, has_streams=is_gpu)
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self.pdmux_trace = StepTrace(settings.trace_steps)
+        self._counters = Counters(splits, learns) if self.log_stats and wire.is_read(os.environ) else None
+        self._shares = wire.Shares()
         self._batches: deque[PrefillBatch] = deque()  # in the lane, in order
         # A GPU must not run dry between two batches. (A V1 runner could not resume what was dropped before it began.)
         self._max_batches = 2 if is_gpu and self.use_v2_model_runner else 1
@@ -118,8 +124,13 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         if self._step_clock is not None:
             is_saturated = report is not None and report.is_saturated
             self._step_clock.done(scheduler_output, self._work_through(report), is_saturated)
+        if self._counters is not None:
+            self._counters.done(scheduler_output, order_of(scheduler_output), report)
         from_lane = {} if report is None else self._update_lane(report)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._counters is not None:
+            self._counters.look_at(self._pdmux_policy, len(self._batches))
+            wire.attach(outputs, self._counters.values, self._shares)
         self.pdmux_trace.record(scheduler_output, order_of(scheduler_output), report)
         return merge_outputs(outputs, from_lane)
 
@@ -131,6 +142,8 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         order = self._take_drop(order)
         if self._step_clock is not None:
             self._step_clock.scheduled(output, order, self.requests)
+        if self._counters is not None:
+            self._counters.scheduled(output)
         return attach_order(output, order)
 
     def _may_fuse(self) -> bool:
@@ -253,6 +266,8 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         with self._muted_stats():
             outputs = super().update_from_output(output, report.output)
         self._free_held(batch)
+        if self._counters is not None:
+            self._counters.batch_ended(batch.num_tokens, batch.num_joined(self.requests))
         return outputs
 
     def _fail(self, batch: PrefillBatch, error: str) -> dict[int, EngineCoreOutputs]:
@@ -260,6 +275,8 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         if self._batches:  # what follows may have hit its blocks: back to the queue
             self._preempt(self._drop_batches())
         alive = self._leave_lane(batch)
+        if self._counters is not None:
+            self._counters.batches_left(FAILED)
         logger.error("prefill failed (%s); ended with an error: %s", error, ", ".join(r.request_id for r in alive))
         self.finish_requests([request.request_id for request in alive], RequestStatus.FINISHED_ERROR)
         return outputs_of_ended(alive)
@@ -270,6 +287,8 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         Their blocks may be freed and reused at once: the worker drops them before it runs the step that reuses blocks.
         """
         self._drop = self._batches[-1].id
+        if self._counters is not None:
+            self._counters.batches_left(DROPPED, len(self._batches))
         alive: dict[str, Request] = {}
         while self._batches:
             batch = self._batches.popleft()

@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 
 import pytest
+from metrics_page import Page
 from process_helpers import HANG_LIMIT_S, model
 from server import Chat, Server, still_alive
 
@@ -85,6 +86,15 @@ def test_running_answers_go_on_while_a_long_prompt_is_prefilled(together):
 
 def test_the_texts_of_clients_at_once_are_those_of_each_alone(together, alone):
     assert together.texts == alone
+
+
+def test_the_metrics_say_what_was_served(server, together):
+    """All that was asked has ended, and prompts of one chunk join with their batch."""
+    page = Page(server.get("metrics"))
+    page.assert_whole(LAYERS)
+    assert page.of("joins_total") >= page.of("prefill_batches_total", "ended")
+    assert page.of("steps_total", "beside") >= page.of("prefill_layers_total") // LAYERS_PER_GROUP
+    assert "missed_steps_total" not in page.values  # there is no target
 
 
 def test_sigterm_in_mid_prefill_finishes_what_runs_and_leaves_no_process(server, alone):

@@ -128,6 +128,9 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
             group = None if order.batch_id is None else self._clamped(order.group)
             self._decode_graphs.use(group, len(output.num_scheduled_tokens))
 
+    def _unconfined_steps(self) -> int:
+        return 0 if self._decode_graphs is None else self._decode_graphs.unconfined_steps
+
     def _lane_device(self) -> LaneDevice:
         if self._settings.lane == "serial":
             return HostDevice()  # one thread, and all of it on the decode stream

@@ -63,6 +63,10 @@ class PDMuxWorkerMixin:
     def _before_decode(self, output: SchedulerOutput, order: PrefillOrder) -> None:
         """What the device needs to know before the decode lane runs its step `output`."""
 
+    def _unconfined_steps(self) -> int:
+        """Steps of disjoint groups so far that found no CUDA graph of their size."""
+        return 0
+
     @torch.inference_mode()  # moving a request between the runners writes to their inference tensors
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if self._prefill_lane is None or (order := order_of(scheduler_output)) is None:
@@ -91,5 +95,7 @@ class PDMuxWorkerMixin:
         report = self._prefill_lane.advance(order, wait=nothing_decodes)
         if report is None:
             return output
+        if unconfined_steps := self._unconfined_steps():
+            report = replace(report, unconfined_steps=unconfined_steps)
         is_async = isinstance(output, AsyncModelRunnerOutput) or isinstance(report.output, AsyncModelRunnerOutput)
         return ReportingOutput(output, report) if is_async else attach_report(output, report)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the plugin's metrics from a page of ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFIX = "vllm_pdmux:"
+VLLM_LABELS = ("engine", "model_name")
+
+
+class Page:
+    """What a page says of the plugin, by name without prefix and by the value of the metric's own label ("": none)."""
+
+    def __init__(self, text: str):
+        self.values: dict[str, dict[str, float]] = {}
+        self.types: dict[str, str] = {}
+        for family in self._families(text):
+            for sample in family.samples:
+                if sample.name.endswith("_created"):
+                    continue
+                name = sample.name.removeprefix(PREFIX)
+                assert set(VLLM_LABELS) <= set(sample.labels), sample
+                own = [value for label, value in sample.labels.items() if label not in VLLM_LABELS]
+                assert len(own) <= 1, sample
+                self.values.setdefault(name, {})["".join(own)] = sample.value
+                self.types[name] = family.type
+
+    @staticmethod
+    def _families(text: str) -> Iterable[Metric]:
+        families = text_string_to_metric_families(text)
+        return (one for one in families if one.name.startswith(PREFIX) and not one.name.endswith("_created"))
+
+    def of(self, name: str, label_value: str = "") -> float:
+        return self.values[name][label_value]
+
+    def assert_whole(self, layers: int) -> None:
+        """The relations that hold when the lane is empty and no batch was dropped or failed."""
+        ended = self.of("prefill_batches_total", "ended")
+        assert ended >= 1 and self.of("prefill_batches_total", "failed") == 0
+        assert self.of("prefill_batches_total", "dropped") == 0 and self.of("batches_in_lane") == 0
+        assert self.of("prefill_layers_total") == ended * layers
+        assert self.of("steps_total", "beside") == sum(self.values["beside_steps_total"].values()) > 0
+        assert self.of("steps_total", "decode") > 0 and self.of("steps_total", "prefill") > 0
+        seconds = self.values["beside_seconds_total"]
+        assert all((seconds[group] > 0) == (steps > 0) for group, steps in self.values["beside_steps_total"].items())
+        assert self.of("prefill_tokens_total") >= ended
