@@ -205,7 +205,8 @@ class TestTraces:
 class TestProfile:
     def test_the_committed_one_says_how_wrong_it_is(self):
         errors = json.loads(MEASURED.read_text())["errors"]
-        assert set(errors) == {"decode alone", "decode beside prefill", "prefill beside decode", "fused step"}
+        beside = {"decode beside prefill", "prefill beside decode"}
+        assert set(errors) == {"decode alone", "prefill alone", "fused step"} | beside
         assert read_profile(str(MEASURED)).prompt_work.doubling_tokens == pytest.approx(26_000, rel=0.05)
 
     def test_without_pairs_work_is_tokens(self):
