@@ -266,6 +266,13 @@ class TestTheLead:
             gpu_runs(device, 1)
         assert queued == sorted(queued, reverse=True) and queued[-1] == 1 + MARGIN
 
+    def test_a_batch_begins_with_a_layer_whatever_is_queued(self, device, clock):
+        begin(device, 1)
+        step(device, clock)
+        assert step(device, clock) == 0
+        begin(device, 1)
+        assert step(device, clock) == 1 and step(device, clock) == 0
+
     def test_a_batch_with_no_layers_left_says_nothing(self, device, clock):
         begin(device, 1)
         for _ in range(5):

@@ -117,6 +117,7 @@ class CudaDevice:
         self._lead = FIRST_LEAD
         self._begun = 0  # layers that have begun on the GPU since the step before
         self._launched = 0  # layers, in this step
+        self._is_first = False  # whether a batch has begun of which no layer has
         self._is_short = False  # whether layers were left to launch when the lead was reached
 
     def use(self, group: int, runner: Any) -> None:
@@ -155,6 +156,7 @@ class CudaDevice:
         if self._stream is not self._decode_stream:
             self._stream.wait_event(after)
         self._entered = None  # whatever has run on the thread since
+        self._is_first = True
 
     def enter(self) -> None:
         if self._entered is not self._stream:
@@ -167,6 +169,7 @@ class CudaDevice:
         event.record(self._stream)
         self._marks.append(event)
         self._launched += 1
+        self._is_first = False
 
     def stride(self, layers: int) -> int:
         return 1
@@ -179,6 +182,8 @@ class CudaDevice:
 
     def wants_more(self) -> bool:
         self.is_busy()
+        if self._is_first:  # a V1 runner knows a request from its batch's first layer on, even if it is dropped then
+            return True
         self._is_short = len(self._marks) >= self._lead
         # One at least, however short the step before was: the lane goes on in every step.
         return not self._is_short and (self._launched == 0 or self._clock_s() < self._launch_until_s)
