@@ -62,8 +62,10 @@ class Loads:
 
     def _oldest_wait_ms(self, admitted: list[Request]) -> float:
         """Of the request that has waited for its first token longest: of those in prefill, or the first that waits."""
-        waiting = [self.waiting.peek_request()] if self.waiting else []
-        since_s = [request.arrival_time for request in admitted + waiting if not request.num_output_tokens]
+        # Preempted requests, which have had their first token, are at the head of the queue.
+        waiting = next((request for request in self.waiting if not request.num_output_tokens), None)
+        since_s = [request.arrival_time for request in admitted if not request.num_output_tokens]
+        since_s += [waiting.arrival_time] if waiting is not None else []
         return max(0.0, (time.time() - min(since_s)) * 1e3) if since_s else 0.0
 
     def _is_overtaken(self, begun: list[Request]) -> bool:

@@ -47,6 +47,7 @@ DECODE, PREFILL = "decode", "prefill"  # the lanes
 # The next batch is admitted behind one of which this share of the layers is launched, or earlier if the rest of them
 # does not last for the steps that an order takes to get to the device (two may be queued before it).
 LAYERS_BEFORE_NEXT, STEPS_BEFORE_NEXT = 0.5, 3
+FORGET = 0.8  # what is kept in a step of the most layers that were launched in one
 
 
 def _say(text: str) -> None:
@@ -126,6 +127,9 @@ class PDMuxSchedulerMixin(Hiding, Loads):
             self._step_clock.done(scheduler_output, self._work_through(report), is_saturated)
         if self._counters is not None:
             self._counters.done(scheduler_output, order_of(scheduler_output), report)
+        if report is not None and scheduler_output.num_scheduled_tokens:  # else all layers are launched at once
+            if launched := sum(run.end_layer - run.first_layer for run in report.runs):
+                self._layers_per_step = max(launched, self._layers_per_step * FORGET)
         from_lane = {} if report is None else self._update_lane(report)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._counters is not None:
@@ -247,9 +251,6 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         return next((batch for batch in self._batches if batch.id == batch_id), None)
 
     def _update_lane(self, report: LaneReport) -> dict[int, EngineCoreOutputs]:
-        launched = sum(run.end_layer - run.first_layer for run in report.runs)
-        if launched:
-            self._layers_per_step = max(launched, self._layers_per_step * 0.8)
         for run in report.runs:
             if (ran := self._batch(run.batch_id)) is not None:
                 ran.layers_launched = max(ran.layers_launched, run.end_layer)

@@ -409,3 +409,21 @@ def test_where_prefill_was_never_alone_its_rate_follows_from_the_groups():
     assert slo.fused_tokens(load()) == 0, "no rate is known"
     serve(slo, device, load(), 100)
     assert slo.fused_tokens(load()) == pytest.approx(3 * device.alone_ms(load()) * device.FULL_RATE, rel=0.15)
+
+
+def test_fused_steps_that_take_longer_than_expected_shrink_where_prefill_was_never_alone():
+    slo = policy(CAPPED, 60.0)
+    for _ in range(60):
+        slo.observe(Observation(Kind.DECODE, 10.0, 32, 65536))
+    for _ in range(200):
+        slo.observe(Observation(Kind.BESIDE, 18.0, 32, 65536, 180.0, slo.decide(load()).group))
+    first = tokens = slo.fused_tokens(load())
+    for _ in range(100):
+        tokens = slo.fused_tokens(load())
+        slo.observe(Observation(Kind.FUSED, 200.0, 32, 65536, float(max(tokens, 1))))
+    assert 0 <= tokens < first / 2
+
+
+def test_the_limit_of_itl_is_never_below_the_target():
+    free = Target(itl_limit_ms=20.0)
+    assert free.of(30.0) == free.of(30.0, 60_000.0) == 45.0

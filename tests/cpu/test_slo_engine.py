@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slo policy in a real engine: it is told of every step, decides, and changes no token."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from driver import ENGINE, Arrival, prompt
 from tokens import assert_same
 from vllm import SamplingParams
 
+from vllm_pdmux.loads import Loads
 from vllm_pdmux.messages import PrefillOrder
 from vllm_pdmux.policy import Kind, Mix, OffPolicy, PromptWork, SloPolicy
 from vllm_pdmux.policy.layers import LayerRule
@@ -195,6 +197,17 @@ def test_off_is_stock_vllm_through_the_plugin(slo, stock):
     assert_same(slo.run(arrivals()), stock.run(arrivals()))
     steps = slo.scheduler.pdmux_trace.steps
     assert steps and not any(step.batch_id is not None or step.end_layer for step in steps)
+
+
+def test_a_preempted_request_at_the_head_of_the_queue_hides_no_prompt_behind_it():
+    now_s = time.time()
+    preempted = SimpleNamespace(arrival_time=now_s - 1, num_output_tokens=5)
+    starving = SimpleNamespace(arrival_time=now_s - 60, num_output_tokens=0)
+    loads = Loads()
+    loads.waiting = [preempted, starving]
+    assert loads._oldest_wait_ms([]) > 50_000
+    loads.waiting = [preempted]
+    assert loads._oldest_wait_ms([]) == 0.0
 
 
 class TestClock:

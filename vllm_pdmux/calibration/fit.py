@@ -91,9 +91,9 @@ def errors(profile: DeviceProfile, samples: Samples) -> dict[str, Errors]:
 
 
 def held_out_errors(samples: Samples) -> dict[str, Errors]:
-    """Errors on points that a fit to the others has not seen."""
+    """Errors on points that a fit to the others has not seen; of a kind with too few for that, on all of them."""
     seen, unseen = split(samples)
-    return errors(fit(seen, "held out"), unseen)
+    return {**errors(fit(samples, "all"), samples), **errors(fit(seen, "held out"), unseen)}
 
 
 def too_large(found: Mapping[str, Errors]) -> list[str]:

@@ -58,7 +58,7 @@ class Target:
         target_ms = self.itl_ms if self.itl_ms is not None else alone_ms * DEFAULT_TARGET
         if wait_ms <= self.prefill_wait_limit_ms:
             return target_ms
-        return self.itl_limit_ms if self.itl_limit_ms is not None else target_ms * ITL_LIMIT
+        return max(target_ms, self.itl_limit_ms) if self.itl_limit_ms is not None else target_ms * ITL_LIMIT
 
 
 class SloPolicy:
@@ -231,7 +231,7 @@ class SloPolicy:
         self._tail = min(max(moved, TAIL_LIMITS[0]), TAIL_LIMITS[1])
 
     def _learn_fused(self, step: Observation) -> None:
-        rate = self._full_rate.value
+        rate = self._full_rate.value or self._beside.full_rate
         if rate is None or not self._alone.is_known:
             return
         alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)

@@ -114,6 +114,7 @@ class CudaDevice:
         self._free_events: list[torch.cuda.Event] = []
         self._clock_s = clock_s
         self._step_s = self._launch_until_s = clock_s()  # when this step's launches began, and when they must end
+        self._taken_s = float("inf")  # between the launches of the two steps before
         self._lead = FIRST_LEAD
         self._begun = 0  # layers that have begun on the GPU since the step before
         self._launched = 0  # layers, in this step
@@ -142,7 +143,9 @@ class CudaDevice:
             self._lead = min(self._lead, LONGEST_LEAD)
         self._is_short, self._launched = False, 0
         now_s = self._clock_s()
-        self._launch_until_s = now_s + (now_s - self._step_s) * HOST_SHARE
+        # Of the two last steps the shorter one: the lane may have had nothing to do for a long time.
+        before_s, self._taken_s = self._taken_s, now_s - self._step_s
+        self._launch_until_s = now_s + min(before_s, self._taken_s) * HOST_SHARE
         self._step_s = now_s
 
     def moment(self) -> torch.cuda.Event:
@@ -189,9 +192,10 @@ class CudaDevice:
         return not self._is_short and (self._launched == 0 or self._clock_s() < self._launch_until_s)
 
     def is_done(self, output: Any) -> bool:
-        # V2's name, and V1's
-        event = output.copy_event if hasattr(output, "copy_event") else output.async_copy_ready_event
-        return event.query()
+        for name in ("copy_event", "async_copy_ready_event"):
+            if hasattr(output, name):
+                return getattr(output, name).query()
+        return True  # without asynchronous scheduling a V1 runner has waited for it
 
     def drop(self) -> None:
         if self._stream is not self._decode_stream:
