@@ -161,13 +161,15 @@ class Engine:
 
     def calibrate(self) -> dict[str, Any]:
         """From now on slo begins with what is measured now. The profile, its errors on points that were held out."""
+        from vllm_pdmux.calibration.fit import too_large
         from vllm_pdmux.calibration.run import calibrate
 
         self._use(None)
         assert self._scheduler.reset_prefix_cache()
         found = calibrate(self._llm)
-        self._profile, self._policies = found.profile, {}
-        return {"profile": found.profile.model_dump(), **found.details()}
+        if not (refused := too_large(found.errors)):
+            self._profile, self._policies = found.profile, {}
+        return {"profile": found.profile.model_dump(), "refused": refused, **found.details()}
 
     def replay(self, arrivals: list[list[Any]], setting: Any, limit_s: float) -> dict[str, Any]:
         """Serve `arrivals` at their times, `limit_s` at most, and what each request saw."""

@@ -10,7 +10,8 @@ are left out.
         --stock 512,2048 --groups capped:84,disjoint:84 --kv-gib 44 --profile profile.json --out replay.json
 
 Targets are ITL:TTFT in ms. For the arm `slo` each pair is a run of its own; the other arms run once and are counted for
-each. The API server is left out (`vllm serve` adds the same to all arms).
+each, and what the policy has learned it keeps from round to round. All engines have the same KV cache, so what the
+plugin's lanes take of it is not in the result. The API server is left out (`vllm serve` adds the same to all arms).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from vllm_pdmux.simulator import Arrival, DeviceProfile, Stock, read_trace, simu
 from vllm_pdmux.simulator.profile import read_profile
 
 DRAIN_S = 15.0  # after the last arrival
+WARM_UP = 8  # requests of each trace that every engine serves before
 
 
 def main() -> None:
@@ -85,6 +87,11 @@ def measure(args: argparse.Namespace, engines: dict[str, Process], ready: dict[s
         arrivals = chosen(path, speed, skip, args.seconds, args.longest)
         order = [[one.at_ms, one.prompt_tokens, one.answer_tokens, list(one.blocks)] for one in arrivals]
         load = {"trace": path.name, "speed": speed, "skip_s": skip, "requests": len(arrivals)}
+        for arm, setting in {arm: setting for arm, setting in reversed(settings(args, targets))}.items():
+            warm_up = [
+                [0.0, *one[1:]] for one in order[:WARM_UP]
+            ]  # not counted, so that no arm is the one that is cold
+            engines[arm].ask({"replay": warm_up, "setting": setting, "limit_s": DRAIN_S})
         load["prompt_tokens_per_s"] = round(sum(one.prompt_tokens for one in arrivals) / args.seconds)
         for number in range(args.rounds):
             for arm, setting in settings(args, targets):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 def cache_dir() -> Path:
     """The folder of the cache: $PDMUX_CACHE, else $XDG_CACHE_HOME/vllm_pdmux, else ~/.cache/vllm_pdmux."""
+    # os.path: unlike pathlib it leaves a home that does not exist, as in some containers, as it is.
     if own := os.environ.get("PDMUX_CACHE"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache").absolute() / "vllm_pdmux"
+        return Path(os.path.expanduser(own)).absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base).absolute() / "vllm_pdmux"

@@ -35,7 +35,7 @@ class Loads:
             self._model_layers,
             sum(request.num_computed_tokens for request in decoding),
             computed_tokens=begun.num_computed_tokens if begun is not None else 0,
-            oldest_wait_ms=self._oldest_wait_ms([] if begun is None else [begun]),
+            oldest_wait_ms=self._oldest_wait_ms([]),
         )
         tokens = self._pdmux_policy.fused_tokens(load)
         return tokens and len(decoding) + tokens
@@ -50,7 +50,8 @@ class Loads:
         context_tokens, oldest_wait_ms = 0, 0.0
         if self._step_clock is not None:
             context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)
-            oldest_wait_ms = self._oldest_wait_ms([*batch.requests.values()])
+            in_lane = [request for one in self._batches for request in one.alive(self.requests)]
+            oldest_wait_ms = self._oldest_wait_ms(in_lane)
         return Load(
             len(decoding),
             batch.num_tokens,
@@ -64,7 +65,8 @@ class Loads:
         """Of the request that has waited for its first token longest: of those in prefill, or the first that waits."""
         # Preempted requests, which have had their first token, are at the head of the queue.
         waiting = next((request for request in self.waiting if not request.num_output_tokens), None)
-        since_s = [request.arrival_time for request in admitted if not request.num_output_tokens]
+        begun = [request for request in self.running if request.is_prefill_chunk]  # and what was overtaken
+        since_s = [request.arrival_time for request in admitted + begun if not request.num_output_tokens]
         since_s += [waiting.arrival_time] if waiting is not None else []
         return max(0.0, (time.time() - min(since_s)) * 1e3) if since_s else 0.0
 

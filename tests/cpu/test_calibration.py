@@ -568,3 +568,33 @@ def test_from_the_command_to_an_engine_that_uses_it(start_engine, tiny_model_pat
         start_engine(tiny_model_path, pdmux={"policy": "slo", "calibration": "auto"}, dtype="bfloat16")
     assert "no calibration for LlamaForCausalLM with 8 layers of 128 in bfloat16 on " in caplog_vllm.text
     assert "learning from serving; `vllm-pdmux calibrate` would make one" in caplog_vllm.text
+
+
+def test_a_user_without_a_home_has_a_cache_too(monkeypatch):
+    from vllm_pdmux.cache_folder import cache_dir
+
+    for name in ("HOME", "PDMUX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for a user that is not known
+    assert cache_dir().is_absolute() and cache_dir().name == "vllm_pdmux"
+
+
+def test_a_profile_with_numbers_without_end_is_none(tmp_path):
+    from vllm_pdmux.simulator import ProfileError
+
+    known = Path(__file__).parents[2] / "benchmarks" / "results" / "profile-h200-llama-8b.json"
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({**json.loads(known.read_text()), "prefill_ms_per_token": float("inf")}))
+    with pytest.raises(ProfileError, match="prefill_ms_per_token"):
+        read_profile(str(file))
+
+
+def test_two_loads_that_contradict_each_other_are_refused():
+    decode = [DecodeSample(b, c, 1.0 + 0.01 * b + 1e-5 * c) for b, c in ((1, 100), (8, 1000), (16, 4000), (32, 16000))]
+    prefill = [PrefillSample(tokens, 0, 0.1 * tokens) for tokens in (64, 128, 256, 512)]
+    beside = [
+        BesideSample(1, number, batch, context, 512, 1.1 * slowdown, rate, 1.1)
+        for number, (batch, context, slowdown, rate) in enumerate([(8, 1000, 1.2, 5000.0), (9, 1100, 6.0, 250.0)])
+    ]
+    samples = Samples(tuple(decode), tuple(prefill), tuple(beside), (), (Division("capped", 84, 48),), 10_000)
+    assert any("beside" in problem for problem in too_large(held_out_errors(samples)))

@@ -204,10 +204,13 @@ def test_a_preempted_request_at_the_head_of_the_queue_hides_no_prompt_behind_it(
     preempted = SimpleNamespace(arrival_time=now_s - 1, num_output_tokens=5)
     starving = SimpleNamespace(arrival_time=now_s - 60, num_output_tokens=0)
     loads = Loads()
-    loads.waiting = [preempted, starving]
+    loads.waiting, loads.running = [preempted, starving], []
     assert loads._oldest_wait_ms([]) > 50_000
     loads.waiting = [preempted]
     assert loads._oldest_wait_ms([]) == 0.0
+    overtaken = SimpleNamespace(arrival_time=now_s - 30, num_output_tokens=0, is_prefill_chunk=True)
+    loads.running = [overtaken]
+    assert loads._oldest_wait_ms([]) > 25_000, "half done, and in no batch"
 
 
 class TestClock:

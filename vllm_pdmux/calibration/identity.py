@@ -7,6 +7,8 @@ the same one, before and after a model is loaded.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 from pathlib import Path
@@ -45,7 +47,12 @@ def key_of(vllm_config: VllmConfig, settings: PDMuxConfig) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": None if model.quantization is None else str(model.quantization),
+        "quantization_config": _digest(getattr(model.hf_config, "quantization_config", None)),
         "eager": bool(model.enforce_eager),
+        "compilation": str(vllm_config.compilation_config.mode),
+        "runner": "V2" if vllm_config.use_v2_model_runner else "V1",
+        "lane": settings.lane,
+        "max_prefill_tokens": settings.max_prefill_tokens,
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "vllm": " ".join(metadata_version()),
         "vllm_pdmux": __version__,
@@ -69,6 +76,13 @@ def describe(key: dict[str, Any]) -> str:
     """What a person would call it."""
     model = f"{key['architecture']} with {key['layers']} layers of {key['hidden']} in {key['dtype']}"
     return f"{model} on {key['device']} ({key['units']})"
+
+
+def _digest(value: Any) -> str | None:
+    """Of a method of quantization: its bits, group sizes and the like."""
+    if value is None:
+        return None
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def _is_gpu() -> bool:

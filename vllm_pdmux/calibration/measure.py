@@ -242,11 +242,13 @@ class Meter:
         try:
             yield
         finally:
-            self._stop()
-            scheduler._pdmux_policy, scheduler._step_clock, scheduler._prompt_work = before
-            # Blocks that were made reusable hold KV of nothing.
-            if not scheduler.reset_prefix_cache():
-                raise CalibrationError("the prefix cache could not be emptied: start the engine again")
+            try:
+                self._stop()
+            finally:
+                scheduler._pdmux_policy, scheduler._step_clock, scheduler._prompt_work = before
+                # Blocks that were made reusable hold KV of nothing.
+                if not scheduler.reset_prefix_cache():
+                    raise CalibrationError("the prefix cache could not be emptied: start the engine again")
 
     def _make_reusable(self, tokens: list[int]) -> None:
         """Put whole blocks of these tokens in the prefix cache without computing them: what is in a block does not

@@ -28,7 +28,7 @@ class GroupProfile(BaseModel):
     given load, see `GroupPrior`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     sharing: str
     prefill_sms: int = Field(ge=1)
@@ -53,7 +53,7 @@ class GroupProfile(BaseModel):
 class DeviceProfile(BaseModel):
     """Times in ms. The forms of decode and prefill are those of MuxWise, linear and quadratic."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     name: str
     decode_fixed_ms: float = Field(gt=0)
