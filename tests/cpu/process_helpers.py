@@ -234,7 +234,7 @@ def _read_internals_once() -> None:
 def _answer_prompt(prompt: str, engine_args: Mapping[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    output = LLM(**engine_args).generate([prompt], SamplingParams(temperature=0, max_tokens=8))
+    output = LLM(**engine_args).generate([prompt], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     print("\nANSWER", json.dumps(output[0].outputs[0].text), flush=True)
 
 
