@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from compare import latest
-from device_profile import PROMPT_TOKENS, samples
+from device_profile import samples
 
 from vllm_pdmux.calibration.fit import errors
 from vllm_pdmux.calibration.samples import Samples
@@ -33,13 +31,7 @@ def main() -> None:
     args = parser.parse_args()
     profile = DeviceProfile.model_validate(json.loads(args.calibration.read_text())["calibration"]["profile"])
     results = [json.loads(file.read_text()) for file in args.files]
-    rows = [row for row in latest(results) if "@" not in row["arm"] and not str(row["setting"]).startswith("slo")]
-    alone_ms = statistics.median(
-        arm[f"prefill_alone_{PROMPT_TOKENS}"]["prefill_alone_ttft_ms"]
-        for result in results
-        for arm in result["arms"].values()
-    )
-    measured = numbered(samples(rows, alone_ms, profile.kv_tokens, args.total_sms), profile)
+    measured = numbered(samples(results, profile.kv_tokens, args.total_sms), profile)
     print(json.dumps({kind: asdict(error) for kind, error in errors(profile, measured).items()}, indent=1))
 
 

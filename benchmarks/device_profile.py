@@ -44,16 +44,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results = [json.loads(file.read_text()) for file in args.files]
-    rows = [row for row in latest(results) if "@" not in row["arm"] and not str(row["setting"]).startswith("slo")]
-    alone_ms = statistics.median(
-        value["prefill_alone_ttft_ms"]
-        for result in results
-        for arm in result["arms"].values()
-        for name, value in arm.items()
-        if name == f"prefill_alone_{PROMPT_TOKENS}"
-    )
     kv_tokens = max(arm["kv_tokens"] for result in results for arm in result["arms"].values())
-    measured = samples(rows, alone_ms, kv_tokens, args.total_sms)
+    measured = samples(results, kv_tokens, args.total_sms)
     profile = fit(measured, f"{results[0]['machine']['gpu']}, {args.shape}", pair_ms(args.shape, args.attention_tflops))
     machine = {name: results[0][name] for name in ("machine", "versions", "python")}
     found = {"name": profile.name, **machine, "command": command_line(), **profile.model_dump()}
@@ -71,8 +63,16 @@ def pair_ms(shape: str, tflops: float) -> float:
     return operations / (tflops * 1e12) * 1e3
 
 
-def samples(rows: list[dict[str, Any]], alone_ms: float, kv_tokens: int, total_sms: int) -> Samples:
-    """What the runs have measured."""
+def samples(results: list[dict[str, Any]], kv_tokens: int, total_sms: int) -> Samples:
+    """What the runs have measured, with stock and with the divisions of the backend that is not named."""
+    rows = [row for row in latest(results) if "@" not in row["arm"] and not str(row["setting"]).startswith("slo")]
+    alone_ms = statistics.median(
+        value["prefill_alone_ttft_ms"]
+        for result in results
+        for arm in result["arms"].values()
+        for name, value in arm.items()
+        if name == f"prefill_alone_{PROMPT_TOKENS}"
+    )
     cells = list(dict.fromkeys(row["cell"] for row in rows))
     settings = list(dict.fromkeys(row["setting"] for row in rows if row["arm"] == "pdmux"))
     alone = {cell: middle(row for row in rows if row["cell"] == cell) for cell in cells}

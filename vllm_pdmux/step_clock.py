@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pdmux.messages import PrefillOrder
+from vllm_pdmux.messages import PrefillOrder, order_of
 from vllm_pdmux.policy import Kind, Observation, Policy, PromptWork
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_STEP, _IS_EMPTY = "pdmux_step", "pdmux_is_empty"
+_STEP = "pdmux_step"
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,6 @@ class StepClock:
             kind = {(True, True): Kind.FUSED, (True, False): Kind.DECODE, (False, True): Kind.PREFILL}.get(
                 (decode_batch > 0, prefill_work > 0)
             )
-        if order.batch_id is None and not output.num_scheduled_tokens:
-            setattr(output, _IS_EMPTY, True)
         if kind is not None:
             step = _Scheduled(self._clock_s(), kind, decode_batch, context_tokens, prefill_work, order.group)
             setattr(output, _STEP, step)
@@ -71,7 +69,8 @@ class StepClock:
 
         Where the lane was not `is_saturated` the step ran partly alone: it says nothing of either.
         """
-        if getattr(output, _IS_EMPTY, False):
+        order = order_of(output)
+        if not output.num_scheduled_tokens and (order is None or order.batch_id is None):
             return
         now_s, last_s = self._clock_s(), self._last_s
         self._last_s = now_s

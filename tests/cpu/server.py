@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,17 @@ class Server:
                 child.kill()
             self.process.kill()
             self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(log: Path, model: str, arguments: Sequence[str], **environ: str) -> Iterator[Server]:
+    """A server that is ready, and killed afterwards if it still runs."""
+    server = Server(log, model, arguments, **environ)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()
 
 
 class Chat(threading.Thread):

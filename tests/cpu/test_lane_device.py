@@ -5,6 +5,7 @@ import functools
 from types import SimpleNamespace
 
 import pytest
+from hand_clock import HandClock
 
 from vllm_pdmux.worker import lane_device
 from vllm_pdmux.worker.lane_device import FIRST_LEAD, LONGEST_LEAD, MARGIN, CudaDevice, HostDevice
@@ -45,19 +46,9 @@ def streams(monkeypatch):
     return decode, {0: decode, 1: Stream("prefill 1"), 2: Stream("prefill 2")}
 
 
-class Clock:
-    """Seconds, which pass only when a test says so."""
-
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return HandClock()
 
 
 @pytest.fixture
@@ -76,7 +67,7 @@ def set_on_thread(monkeypatch):
 
 def begin(device, group):
     """A batch begins in `group`, as the lane does it; the runner that the device was given."""
-    if isinstance(getattr(device, "_clock_s", None), Clock):
+    if isinstance(getattr(device, "_clock_s", None), HandClock):
         device._clock_s.now_s += 1.0  # a step of its own
     runner = SimpleNamespace()
     device.use(group, runner)
@@ -99,6 +90,14 @@ def step(device, clock, group=1, limit=100, launch_s=0.0, step_s=1.0):
         clock.now_s += launch_s
         count += 1
     return count
+
+
+def learn_longest_lead(device, clock, step_s=1.0):
+    """A batch whose queue is dry in every step."""
+    begin(device, 1)
+    for _ in range(20):
+        step(device, clock, step_s=step_s)
+        gpu_runs(device, 1000)
 
 
 def test_a_batch_is_ordered_behind_the_decode_steps_and_the_batch_before(device, streams):
@@ -257,10 +256,7 @@ class TestTheLead:
         assert launched[:4] == [2, 3, 4, 6] and launched[-1] == LONGEST_LEAD
 
     def test_it_shrinks_step_by_step_when_layers_take_longer(self, device, clock):
-        begin(device, 1)
-        for _ in range(20):
-            step(device, clock)
-            gpu_runs(device, 1000)
+        learn_longest_lead(device, clock)
         queued = []
         for _ in range(2 * LONGEST_LEAD):
             step(device, clock)
@@ -283,10 +279,7 @@ class TestTheLead:
         assert step(device, clock) == FIRST_LEAD
 
     def test_the_host_launches_for_a_part_of_a_step_only(self, device, clock):
-        begin(device, 1)
-        for _ in range(20):
-            step(device, clock)
-            gpu_runs(device, 1000)
+        learn_longest_lead(device, clock)
         launched = []
         for _ in range(4):
             launched.append(step(device, clock, launch_s=0.1, step_s=0.2))
@@ -314,10 +307,7 @@ def test_events_are_used_again(device, clock):
 
 
 def test_time_with_nothing_to_do_is_no_step(device, clock):
-    begin(device, 1)
-    for _ in range(20):
-        step(device, clock, step_s=0.004)
-        gpu_runs(device, 1000)
+    learn_longest_lead(device, clock, step_s=0.004)
     # Ten seconds without a batch; then half of a step of 4 ms has room for four layers.
     assert step(device, clock, step_s=10.0, launch_s=0.0005) <= 5
 

@@ -11,6 +11,7 @@ import prometheus_client
 import pytest
 import tiny_model
 from driver import Arrival, prompt
+from hand_clock import HandClock
 from metrics_page import Page
 from vllm import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
@@ -37,16 +38,9 @@ README = Path(__file__).parents[2] / "README.md"
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return HandClock()
 
 
 @pytest.fixture

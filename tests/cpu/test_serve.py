@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from metrics_page import Page
 from process_helpers import HANG_LIMIT_S, model
-from server import Chat, Server, still_alive
+from server import Chat, serving, still_alive
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -27,12 +27,8 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server") / "log", model(), ARGUMENTS)
-    try:
-        server.wait_until_ready()
+    with serving(tmp_path_factory.mktemp("server") / "log", model(), ARGUMENTS) as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tiny_model
 from driver import ENGINE, Arrival, prompt
+from hand_clock import HandClock
 from tokens import assert_same
 from vllm import SamplingParams
 
@@ -217,29 +218,29 @@ class TestClock:
     """A step takes from when it was scheduled, or from when the one before came back if that was later."""
 
     def test_steps_that_queue_up_take_what_lies_between_their_outputs(self):
-        spy, clock = Spy(), Hand()
+        spy, clock = Spy(), HandClock()
         steps = StepClock(spy, PromptWork(), clock)
         outputs = [scheduled(steps, clock, at) for at in (1.0, 1.1)]
         for output, at in zip(outputs, (1.5, 1.8)):
-            clock.now = at
+            clock.now_s = at
             steps.done(output, 0.0, True)
         assert [step.step_ms for step in spy.seen] == pytest.approx([500, 300])
 
     def test_time_with_nothing_to_do_is_nobodys(self):
-        spy, clock = Spy(), Hand()
+        spy, clock = Spy(), HandClock()
         steps = StepClock(spy, PromptWork(), clock)
         for at in (1.0, 100.0):
             output = scheduled(steps, clock, at)
-            clock.now += 0.02
+            clock.now_s += 0.02
             steps.done(output, 0.0, True)
         assert [step.step_ms for step in spy.seen] == pytest.approx([20, 20])
 
     @pytest.mark.parametrize("is_saturated", [False, True])
     def test_a_step_whose_lane_ran_dry_says_nothing(self, is_saturated):
-        spy, clock = Spy(), Hand()
+        spy, clock = Spy(), HandClock()
         steps = StepClock(spy, PromptWork(), clock)
         output = scheduled(steps, clock, 1.0, PrefillOrder(batch_id=3, group=2))
-        clock.now = 1.5
+        clock.now_s = 1.5
         steps.done(output, 70.0, is_saturated)
         assert [(step.kind, step.group, step.prefill_work) for step in spy.seen] == [
             (Kind.BESIDE, 2, 70.0)
@@ -247,30 +248,21 @@ class TestClock:
 
     def test_an_empty_step_that_comes_back_late_takes_nothing_from_the_next(self):
         """The host launches a prompt for 30 ms before it looks for the step before, which had nothing in it."""
-        spy, clock = Spy(), Hand()
+        spy, clock = Spy(), HandClock()
         steps = StepClock(spy, PromptWork(), clock)
-        clock.now = 0.99
+        clock.now_s = 0.99
         empty = Output({})
         steps.scheduled(empty, PrefillOrder(), {})
         output = scheduled(steps, clock, 1.0)
         for one, at in ((empty, 1.03), (output, 1.2)):
-            clock.now = at
+            clock.now_s = at
             steps.done(one, 0.0, True)
         assert [step.step_ms for step in spy.seen] == pytest.approx([200])
 
     def test_a_step_that_was_not_seen_when_it_was_scheduled_is_not_told(self):
-        spy, clock = Spy(), Hand()
+        spy, clock = Spy(), HandClock()
         StepClock(spy, PromptWork(), clock).done(Output({}), 0.0, True)
         assert spy.seen == []
-
-
-class Hand:
-    """A clock that is moved by hand."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Output:
@@ -279,7 +271,7 @@ class Output:
 
 
 def scheduled(steps, clock, at, order=PrefillOrder()):
-    clock.now = at
+    clock.now_s = at
     output = Output({"one": 1})
     steps.scheduled(output, order, {"one": SimpleNamespace(num_computed_tokens=5)})
     return output

@@ -9,7 +9,7 @@ import pytest
 from divisions import BOTH_KINDS, split
 from engine_models import wide_model
 from process_helpers import HANG_LIMIT_S
-from server import Chat, Server, still_alive
+from server import Chat, serving, still_alive
 
 QUESTIONS = ("Tell me a story about a dog.", "Why is the sky blue?", "Write a letter to a friend.", "What is rain?")
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 1500, 20
@@ -38,12 +38,8 @@ def server(gpu, tmp_path_factory):
         *("--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})),
     )
     environ = {"PDMUX_EXPERIMENTAL_CUDA": "1", **{name: os.environ[name] for name in KEPT if name in os.environ}}
-    server = Server(folder / "log", wide_model(folder / "model"), arguments, **environ)
-    try:
-        server.wait_until_ready()
+    with serving(folder / "log", wide_model(folder / "model"), arguments, **environ) as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(autouse=True)

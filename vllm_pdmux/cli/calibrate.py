@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_pdmux.calibration import CalibrationError
 from vllm_pdmux.cli import CommandError
+from vllm_pdmux.cli.numbers import positive
 from vllm_pdmux.cli.stdout import own_stdout
 from vllm_pdmux.config import ConfigError, resolve
 
@@ -42,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype")
     parser.add_argument("--load-format", help="dummy: made-up weights, which take as long")
     parser.add_argument("--hf-overrides", type=_mapping, help="JSON object")
-    parser.add_argument("--max-model-len", type=_positive(int))
-    parser.add_argument("--max-num-seqs", type=_positive(int))
-    parser.add_argument("--max-num-batched-tokens", type=_positive(int))
-    parser.add_argument("--gpu-memory-utilization", type=_positive(float))
+    parser.add_argument("--max-model-len", type=positive(int))
+    parser.add_argument("--max-num-seqs", type=positive(int))
+    parser.add_argument("--max-num-batched-tokens", type=positive(int))
+    parser.add_argument("--gpu-memory-utilization", type=positive(float))
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--force", action="store_true", help="measure again what is stored already")
@@ -211,19 +212,6 @@ def _progress_bar() -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("calibrating")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-
-
-def _positive(kind: type) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"is {text!r} but must be a number above 0")
-        return value
-
-    return parse
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_pdmux.cli import CommandError
+from vllm_pdmux.cli.numbers import positive
 from vllm_pdmux.policy import ALL_LAYERS, DecodeAlone, FixedPolicy, LayerRule, Policy, Share, SloPolicy, Target
 from vllm_pdmux.simulator import (
     Arrival,
@@ -37,17 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the device and model: from calibrate --out, or benchmarks/device_profile.py",
     )
     parser.add_argument("--trace", help="Azure LLM inference trace (.csv) or Mooncake trace (.jsonl)")
-    parser.add_argument("--speed", type=_positive(float), default=1.0, help="of the trace: so many times as fast")
-    parser.add_argument("--rate", type=_positive(float), help="requests per second, instead of a trace")
-    parser.add_argument("--prompt-tokens", type=_positive(int), default=4096, help="with --rate (default: 4096)")
-    parser.add_argument("--answer-tokens", type=_positive(int), default=256, help="with --rate (default: 256)")
-    parser.add_argument("--requests", type=_positive(int), default=2000, help="at most so many (default: 2000)")
+    parser.add_argument("--speed", type=positive(float), default=1.0, help="of the trace: so many times as fast")
+    parser.add_argument("--rate", type=positive(float), help="requests per second, instead of a trace")
+    parser.add_argument("--prompt-tokens", type=positive(int), default=4096, help="with --rate (default: 4096)")
+    parser.add_argument("--answer-tokens", type=positive(int), default=256, help="with --rate (default: 256)")
+    parser.add_argument("--requests", type=positive(int), default=2000, help="at most so many (default: 2000)")
     parser.add_argument(
-        "--itl-slo-ms", type=_positive(float), help="target for ITL, of policy slo and of the share within targets"
+        "--itl-slo-ms", type=positive(float), help="target for ITL, of policy slo and of the share within targets"
     )
-    parser.add_argument("--ttft-slo-ms", type=_positive(float), help="target for TTFT, of both too")
+    parser.add_argument("--ttft-slo-ms", type=positive(float), help="target for TTFT, of both too")
     parser.add_argument("--chunks", default="256,512,1024,2048,8192", help="max_num_batched_tokens of stock")
-    parser.add_argument("--max-prefill-tokens", type=_positive(int), default=4096, help="of a batch in the lane")
+    parser.add_argument("--max-prefill-tokens", type=positive(int), default=4096, help="of a batch in the lane")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -133,16 +134,3 @@ def _print(profile: DeviceProfile, arrivals: list[Arrival], rows: list[dict[str,
         residency = ", ".join(f"{name} {share:.0%}" for name, share in list(row["residency"].items())[:3])
         table.add_row(row["arm"], *times, f"{row['met_share']:.1%}", residency)
     Console(highlight=False).print(table)
-
-
-def _positive(kind: type) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"is {text!r} but must be a number above 0")
-        return value
-
-    return parse
