@@ -6,8 +6,10 @@ import os
 import signal
 
 import pytest
+import tiny_model
 from divisions import BOTH_KINDS, split
 from engine_models import wide_model
+from metrics_page import Page
 from process_helpers import HANG_LIMIT_S
 from server import Chat, serving, still_alive
 
@@ -26,9 +28,13 @@ def long_prompt(number):
 
 
 @pytest.fixture(scope="module")
-def server(gpu, tmp_path_factory):
+def settings(gpu):
+    return split(gpu.multi_processor_count, BOTH_KINDS)
+
+
+@pytest.fixture(scope="module")
+def server(settings, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    settings = split(gpu.multi_processor_count, BOTH_KINDS)
     arguments = (
         *("--scheduler-cls", "vllm_pdmux.Scheduler", "--additional-config", json.dumps({"pdmux": settings})),
         *("--chat-template", CHAT_TEMPLATE, "--shutdown-timeout", str(DRAIN_S)),
@@ -81,6 +87,18 @@ def test_the_metrics_count_what_was_served(server):
     Chat(server, "Hello!", 16, "metrics", **PRINTABLE).text()
     assert counted() >= before + 16
     assert server.num_running() == 0
+
+
+def test_the_metrics_count_what_the_lanes_did(server, settings):
+    """All that was served by the tests above."""
+    page = Page(server.get("metrics"))
+    page.assert_whole(tiny_model.LAYERS)
+    assert page.of("joins_total") >= 8  # each long prompt has joined the chats
+    assert page.of("unconfined_steps_total") == 0  # every decode batch had its graph
+    assert set(page.values["beside_steps_total"]) == {
+        f"{number} {kind} {row[0]}:{row[1]}"
+        for number, (kind, row) in enumerate(zip(BOTH_KINDS, settings["manual_divisions"]), 1)
+    }
 
 
 def test_sigterm_finishes_what_runs_and_leaves_no_process(server):
