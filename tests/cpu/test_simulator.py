@@ -179,6 +179,14 @@ class TestTraces:
         file.write_text("\n".join(map(json.dumps, rows)))
         assert read_trace(str(file)) == [Arrival(0, 10, 6), Arrival(2000, 600, 5, (4, 5))]
 
+    def test_requests_of_one_time_of_mooncake_arrive_evenly_until_the_next(self, tmp_path):
+        file = tmp_path / "mooncake.jsonl"
+        times_ms = (0, 0, 0, 3000, 6000, 6000)
+        file.write_text("\n".join(json.dumps(dict(timestamp=at, input_length=1, output_length=1)) for at in times_ms))
+        assert [one.at_ms for one in read_trace(str(file))] == [0, 1000, 2000, 3000, 6000, 7500]
+        file.write_text("\n".join(json.dumps(dict(timestamp=at, input_length=1, output_length=1)) for at in (5, 5)))
+        assert [one.at_ms for one in read_trace(str(file))] == [0, 0]
+
     @pytest.mark.parametrize(
         ("name", "text", "problem"),
         [

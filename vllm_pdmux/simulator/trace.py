@@ -7,9 +7,9 @@ import csv
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 BLOCK_TOKENS = 512  # of Mooncake's hash ids
@@ -32,7 +32,8 @@ class Arrival:
 def read_trace(path: str, limit: int | None = None, speed: float = 1.0) -> list[Arrival]:
     """The first `limit` requests of an Azure LLM trace (CSV) or a Mooncake trace (JSONL), in order of arrival.
 
-    `speed`: how many times faster they arrive. Times count from the first request. Raises TraceError.
+    `speed`: how many times faster they arrive. Times count from the first request. A Mooncake trace has times in steps
+    of seconds: the requests of one step arrive evenly until the next one. Raises TraceError.
     """
     read = _azure if path.endswith(".csv") else _mooncake
     number = 0
@@ -51,6 +52,8 @@ def read_trace(path: str, limit: int | None = None, speed: float = 1.0) -> list[
     if not found:
         raise TraceError(f"trace {path}: has no requests")
     found.sort(key=lambda arrival: arrival.at_ms)
+    if read is _mooncake:
+        found = _spread(found)
     first_ms = found[0].at_ms
     return [
         Arrival((one.at_ms - first_ms) / speed, max(1, one.prompt_tokens), max(1, one.answer_tokens), one.blocks)
@@ -65,6 +68,18 @@ def steady(rate_per_s: float, count: int, prompt_tokens: int, answer_tokens: int
         found.append(Arrival(at_ms, prompt_tokens, answer_tokens))
         at_ms += generator.expovariate(rate_per_s) * 1e3
     return found
+
+
+def _spread(arrivals: list[Arrival]) -> list[Arrival]:
+    """Those of one time evenly from there to the next time; the last ones over a step as long as the one before."""
+    steps = [list(same) for _, same in groupby(arrivals, key=lambda one: one.at_ms)]
+    starts_ms = [step[0].at_ms for step in steps]
+    ends_ms = starts_ms[1:] + [2 * starts_ms[-1] - starts_ms[-2] if len(steps) > 1 else starts_ms[-1]]
+    return [
+        replace(one, at_ms=start_ms + (end_ms - start_ms) * place / len(step))
+        for step, start_ms, end_ms in zip(steps, starts_ms, ends_ms, strict=True)
+        for place, one in enumerate(step)
+    ]
 
 
 def _azure(file) -> Iterator[Arrival]:
