@@ -121,9 +121,9 @@ def run_in_lane(llm: Any, lane: Any, tokens: int, layers: int) -> None:
 
     scheduler, step = admit(llm, tokens)
     lane.before_decode(step, PrefillOrder())
-    report = lane.advance(PrefillOrder(0, layers, start=step), wait=False)
+    report = lane.advance(PrefillOrder(0, layers, start=step), wait=False).whole()
     while not report.ended:
-        report = lane.advance(PrefillOrder(0, layers), wait=False)
+        report = lane.advance(PrefillOrder(0, layers), wait=False).whole()
     finish(llm, scheduler, step, report.output)
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import async_engine
 import pytest
-import test_async
 from driver import Arrival, prompt
 from tokens import assert_same
 from vllm import SamplingParams
@@ -482,7 +482,7 @@ def test_every_point_is_measured_and_the_engine_is_as_before(
 
 
 class Asynchronous:
-    """What calibration uses of a ``vllm.LLM``, over an engine core of `test_async`."""
+    """What calibration uses of a ``vllm.LLM``, over an engine core of `async_engine`."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -506,10 +506,10 @@ class Asynchronous:
 def test_under_asynchronous_scheduling_as_on_a_gpu(
     tiny_model_path, few_steps, monkeypatch, use_v2, report_delay, batches
 ):
-    monkeypatch.setattr(test_async, "BLOCKS", 256)
+    monkeypatch.setattr(async_engine, "BLOCKS", 256)
     monkeypatch.setattr(measure, "divisions", lambda settings: DIVISIONS)
-    engine = test_async.Engine(tiny_model_path, {"policy": "slo", "sm_group_num": 4, "calibration": "off"}, use_v2)
-    engine.worker.report_delay, engine.scheduler._max_batches = report_delay, batches
+    engine = async_engine.Engine(tiny_model_path, {"policy": "slo", "sm_group_num": 4, "calibration": "off"}, use_v2)
+    engine.worker.slow_device.delay, engine.scheduler._max_batches = report_delay, batches
     samples = calibrate(Asynchronous(engine)).samples
     assert {(one.group, one.load) for one in samples.beside} == {(g, n) for g in (1, 2) for n in range(4)}
     limits = plan.Limits(512, 16, 256, 256, 256 * 32, 32)

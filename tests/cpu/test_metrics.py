@@ -23,6 +23,7 @@ from vllm_pdmux.metrics.definitions import PREFIX, group_labels, metrics
 from vllm_pdmux.metrics.exported import Exported
 from vllm_pdmux.metrics.log_line import log_line
 from vllm_pdmux.worker.gpu import PDMuxGPUWorker
+from vllm_pdmux.worker.launched import LaunchedBatches, PendingReport
 from vllm_pdmux.worker.worker import PDMuxWorkerMixin
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -126,8 +127,10 @@ def test_layers_dry_steps_and_steps_without_a_graph_come_from_the_report(counter
 
 
 def test_the_worker_says_with_every_report_how_many_steps_found_no_graph():
+    report = PendingReport(LaneReport(0), 1, None, LaunchedBatches(lambda output: True))
+
     class Worker(PDMuxWorkerMixin):
-        _prefill_lane = SimpleNamespace(advance=lambda order, wait: LaneReport(0))
+        _prefill_lane = SimpleNamespace(advance=lambda order, wait: report)
         _order = PrefillOrder(0, 2, group=1)
         _unconfined_steps = PDMuxGPUWorker._unconfined_steps
         _decode_graphs = SimpleNamespace(unconfined_steps=3)

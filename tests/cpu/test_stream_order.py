@@ -3,7 +3,7 @@
 
 The real CudaDevice, over streams and events that only keep time as vector clocks: an operation is ordered behind
 another one if its stream, or the host when it launched it, knew of that one's end. Every layer of every forward pass of
-the stand-in runners (test_async.py) notes which slots of the KV cache it reads and writes; two accesses of which one
+the stand-in runners (stand_ins.py) notes which slots of the KV cache it reads and writes; two accesses of which one
 writes must be ordered. Schedules, groups, the pace of the GPU and what the host learns when are random.
 """
 
@@ -12,8 +12,10 @@ import random
 import numpy as np
 import pytest
 import test_async
+from async_engine import Engines
 from hypothesis import given
 from hypothesis import strategies as st
+from stand_ins import LAYERS
 from watch import fuse_now_and_then
 
 from vllm_pdmux.messages import report_of
@@ -61,7 +63,7 @@ class Gpu:
         self.streams = [Stream(number) for number in range(STREAMS)]
         self.host = np.zeros(STREAMS, dtype=np.int64)
         self._count = [0] * STREAMS
-        self._written, self._read = np.zeros((2, STREAMS, test_async.LAYERS, slots), dtype=np.int64)
+        self._written, self._read = np.zeros((2, STREAMS, LAYERS, slots), dtype=np.int64)
         self._now_s = 0.0
         self.races = []
 
@@ -170,7 +172,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def engines(tiny_model_path):
-    return test_async.Engines(tiny_model_path)
+    return Engines(tiny_model_path)
 
 
 def races(engines, use_v2, schedule, seed, kind=Device):

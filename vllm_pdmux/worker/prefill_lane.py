@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_pdmux.messages import LaneReport, PrefillOrder, Run
@@ -17,6 +16,7 @@ from vllm_pdmux.policy import ALL_LAYERS
 from vllm_pdmux.worker.handover import handover_for
 from vllm_pdmux.worker.lane import Lane, SerialLane, ThreadedLane
 from vllm_pdmux.worker.lane_device import LaneDevice
+from vllm_pdmux.worker.launched import Batch, Launched, LaunchedBatches, PendingReport
 from vllm_pdmux.worker.prefill_runner import build_prefill_runner, dummy_prefill
 from vllm_pdmux.worker.process_state import ProcessState
 
@@ -33,25 +33,12 @@ def build_lane(kind: str, keep_thread: bool) -> Lane:
     return ThreadedLane(switch_in=state.swap, switch_out=state.swap, keep_thread=keep_thread)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A prefill batch in the lane."""
-
-    id: int
-    output: SchedulerOutput
-    grammar: GrammarOutput | None
-    after: Any  # what it must be ordered behind: a moment of the device
-
-    @property
-    def req_ids(self) -> list[str]:
-        return list(self.output.num_scheduled_tokens)
-
-
 class PrefillLane:
     """Runs prefill batches one after the other on the second runner, some layers per engine step.
 
-    A batch is queued, then current (its layers are being launched), then launched (the device has not finished it).
-    Called from the worker's thread only, between or after the decode lane's work, never during it.
+    A batch is queued, then current (its layers are being launched), then launched (no step has reported its end).
+    Called from the worker's thread only, between or after the decode lane's work, never during it; reports become whole
+    on whatever thread waits for the outputs of steps.
     """
 
     def __init__(self, decode_runner: Any, kind: str, device: LaneDevice):
@@ -64,16 +51,14 @@ class PrefillLane:
         self._queue: deque[Batch] = deque()
         self._admitted_at: Any = None  # the moment of the device before the step that brings a batch
         self._current: Batch | None = None
-        self._launched: deque[tuple[Batch, Any, str | None]] = deque()  # with output or error
+        self._launched = LaunchedBatches(lambda output: self._device.is_done(output))
+        self._step = 0
         self._finished_req_ids: set[str] = set()  # finished while their batch was in the lane
-        # Whether a batch has ended in this step and in the one before. Under asynchronous scheduling the step after it
-        # is scheduled without knowing that, so that requests may be about to decode though nothing does.
         self._is_async = decode_runner.vllm_config.scheduler_config.async_scheduling
-        self._has_ended = self._had_ended = False
 
     def before_decode(self, output: SchedulerOutput, order: PrefillOrder) -> None:
         """What must happen before the decode lane runs the step `output`: drops, and requests that change lanes."""
-        self._had_ended, self._has_ended = self._has_ended and self._is_async, False
+        self._step += 1
         if order.drop is not None:
             self._drop(order.drop)
         self._finished_req_ids |= self._handover.gone(output)
@@ -82,25 +67,28 @@ class PrefillLane:
         if order.start is not None:
             self._admitted_at = self._device.moment()
 
-    def advance(self, order: PrefillOrder, wait: bool) -> LaneReport | None:
+    def advance(self, order: PrefillOrder, wait: bool) -> PendingReport | None:
         """Take the order's batch if it brings one, and launch layers. None when there was nothing to run.
 
-        `wait`: nothing decodes, so a batch that is launched is reported as ended at once, with an output that may have
-        to be waited for. The first batch is then run to its end on all SMs, and no other: what decodes after it would
-        wait for that. Nor is it where requests of a batch before it are about to decode.
+        `wait`: nothing decodes, so the step reports the end of a batch that is launched even if that has to be waited
+        for. The first batch is then run to its end on all SMs, and no other: what decodes after it would wait for that.
+        Nor is it where requests of a batch before it are about to decode.
         """
         if order.start is not None:
             assert order.batch_id is not None
             self._queue.append(Batch(order.batch_id, order.start, order.grammar, self._admitted_at))
-        to_its_end = wait and not self._had_ended and not self._launched
+        to_its_end = wait and not self._has_just_ended() and not self._launched
         self._device.use(ALONE if to_its_end else order.group, self._runner)
         if self._current is None and self._queue:
             self._begin(self._queue.popleft())
         was_busy = self._device.is_busy()
         runs = self._launch(order.layers, to_its_end) if self._current is not None else ()
-        report = self._report(runs, was_busy and self._device.is_busy(), wait)
-        self._has_ended = report is not None and report.output is not None
-        return report
+        return self._report(runs, was_busy and self._device.is_busy(), wait)
+
+    def _has_just_ended(self) -> bool:
+        """Whether the step before has reported the end of a batch. Under asynchronous scheduling this step was
+        scheduled without knowing that, so that requests may be about to decode though nothing does."""
+        return self._is_async and self._launched.last_taken_step >= self._step - 1
 
     def warm_up(self, group: int, tokens: int) -> None:
         """Run a prefill batch of `tokens` made-up tokens on the SMs of `group`, so that all it needs there exists."""
@@ -122,18 +110,15 @@ class PrefillLane:
         """Stop the lane's thread; a batch in progress is abandoned."""
         self._lane.close()
 
-    def _report(self, runs: tuple[Run, ...], is_saturated: bool, wait: bool) -> LaneReport | None:
-        """On the first batch that has ended, else on one whose layers were launched in this step."""
-        ended, output, error = self._launched[0] if self._launched else (None, None, None)
-        if ended is not None and (error is not None or wait or self._device.is_done(output)):
-            self._launched.popleft()
-            self._forget_finished()
-            return LaneReport(ended.id, runs, is_saturated, output, error)
-        in_lane = [run.batch_id for run in runs] + [entry[0].id for entry in self._launched]
+    def _report(self, runs: tuple[Run, ...], is_saturated: bool, wait: bool) -> PendingReport | None:
+        """Of this step. Unless a batch has ended, on one whose layers were launched."""
+        launched = self._launched.all()
+        in_lane = [run.batch_id for run in runs] + [one.batch.id for one in launched]
         in_lane += [self._current.id] if self._current is not None else []
-        if in_lane:
-            return LaneReport(in_lane[0], runs, is_saturated)
-        return None  # nothing new, or a void order: async scheduling looks one step ahead
+        if not in_lane:
+            return None  # a void order: async scheduling looks one step ahead
+        awaited = launched[0] if wait and launched else None
+        return PendingReport(LaneReport(in_lane[0], runs, is_saturated), self._step, awaited, self._launched)
 
     def _begin(self, batch: Batch) -> None:
         self._handover.move(batch.output.num_scheduled_tokens, self._decode_runner, self._runner)
@@ -165,7 +150,7 @@ class PrefillLane:
                 first_layer = runs.pop().first_layer
             runs.append(Run(batch.id, first_layer, self._lane.layer))
             if ended:
-                self._launched.append((batch, output, error))
+                self._launched.add(Launched(batch, self._step, output, error))
                 self._current = None
                 if to_its_end:
                     break
@@ -193,13 +178,14 @@ class PrefillLane:
             self._lane.drop()
             self._current = None
         self._queue = deque(batch for batch in self._queue if batch.id > last_id)
-        self._launched = deque(entry for entry in self._launched if entry[0].id > last_id)
+        self._launched.drop(last_id)
         self._device.drop()
 
     def _forget_finished(self) -> None:
         if not self._finished_req_ids:
             return
-        batches = [*self._queue, *([self._current] if self._current else []), *(entry[0] for entry in self._launched)]
+        launched = [one.batch for one in self._launched.all()]
+        batches = [*self._queue, *([self._current] if self._current else []), *launched]
         in_lane = {req_id for batch in batches for req_id in batch.req_ids}
         self._handover.forget(self._finished_req_ids - in_lane, self._runner)
         self._finished_req_ids &= in_lane

@@ -12,8 +12,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_pdmux.activation import settings_of
-from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_report, order_of
+from vllm_pdmux.messages import PrefillOrder, attach_report, order_of
 from vllm_pdmux.worker.lane_device import HostDevice, LaneDevice
+from vllm_pdmux.worker.launched import PendingReport
 from vllm_pdmux.worker.prefill_lane import PrefillLane
 
 _NOTHING = PrefillOrder()
@@ -22,16 +23,19 @@ _NOTHING = PrefillOrder()
 class ReportingOutput(AsyncModelRunnerOutput):
     """A step's output that is still being copied from the GPU, the lane's report to be put on it."""
 
-    def __init__(self, output: ModelRunnerOutput | AsyncModelRunnerOutput, report: LaneReport):
+    def __init__(
+        self, output: ModelRunnerOutput | AsyncModelRunnerOutput, report: PendingReport, unconfined_steps: int
+    ):
         self._output = output
-        self._report = report
+        self._report, self._unconfined_steps = report, unconfined_steps
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for both lanes' results of the step."""
-        report = self._report
+        """Wait for the decode lane's result of the step, and say which batch has ended by then."""
+        output = _resolved(self._output)
+        report = self._report.whole(unconfined_steps=self._unconfined_steps)
         if report.output is not None:
             report = replace(report, output=_resolved(report.output))
-        return attach_report(_resolved(self._output), report)
+        return attach_report(output, report)
 
     def get_kv_connector_output(self) -> None:
         """KV connectors are refused at start."""
@@ -95,7 +99,7 @@ class PDMuxWorkerMixin:
         report = self._prefill_lane.advance(order, wait=nothing_decodes)
         if report is None:
             return output
-        if unconfined_steps := self._unconfined_steps():
-            report = replace(report, unconfined_steps=unconfined_steps)
-        is_async = isinstance(output, AsyncModelRunnerOutput) or isinstance(report.output, AsyncModelRunnerOutput)
-        return ReportingOutput(output, report) if is_async else attach_report(output, report)
+        unconfined_steps = self._unconfined_steps()
+        if isinstance(output, AsyncModelRunnerOutput) or report.is_awaited:
+            return ReportingOutput(output, report, unconfined_steps)
+        return attach_report(output, report.whole(unconfined_steps=unconfined_steps))
