@@ -27,7 +27,8 @@ class Loads:
 
     def _tokens_of_fused_step(self) -> int:
         """Of a step in which stock vLLM prefills and decodes in one batch; 0: the lanes do it."""
-        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        in_lane = {req_id for batch in self._batches for req_id in batch.requests}
+        decoding = [one for one in self.running if not one.is_prefill_chunk and one.request_id not in in_lane]
         begun = next((request for request in self.running if request.is_prefill_chunk), None)
         load = Load(
             len(decoding),

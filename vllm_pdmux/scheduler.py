@@ -175,7 +175,9 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         if any(batch.stale_ids(self.requests) for batch in self._batches):
             return False  # the worker still holds another request under an id that has been sent again
         early = self._model_layers - STEPS_BEFORE_NEXT * self._layers_per_step
-        return self._batches[-1].layers_launched >= min(early, self._model_layers * LAYERS_BEFORE_NEXT)
+        if self._batches[-1].layers_launched < min(early, self._model_layers * LAYERS_BEFORE_NEXT):
+            return False
+        return not (self._may_fuse() and self._tokens_of_fused_step())  # only an empty lane can be left for fused steps
 
     def _bound_lane(self) -> str | None:
         """The lane in which an unfinished prompt must be continued: prompt logprobs are gathered in one V2 runner."""

@@ -30,7 +30,7 @@ from vllm_pdmux.scheduler import PDMuxAsyncScheduler
 from async_engine import Arrival, Engine, Engines
 from driver import ENGINE, prompt
 from stand_ins import BLOCK, LAYER_NAMES, LAYERS, answer, session_answer
-from watch import FUSED, Watch, fuse_now_and_then
+from watch import FUSED, Fusing, Watch, fuse_now_and_then
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "60"))
 
@@ -146,6 +146,33 @@ def test_what_decodes_next_does_not_wait_for_the_batch_behind(engines, monkeypat
     assert group == 0 and [run.batch_id for run in runs] == [runs[0].batch_id] and runs[0].end_layer == len(LAYER_NAMES)
     assert not next_to_its_end and next_group > 0
     assert [(run.batch_id, run.end_layer - run.first_layer) for run in next_runs] == [(runs[0].batch_id + 1, 1)]
+
+
+class FuseFrom(Fusing):
+    """Fused steps are better from an engine step on."""
+
+    def __init__(self, policy, step):
+        super().__init__(policy, 60, 1)
+        self._step, self.engine_step = step, 0
+
+    def fused_tokens(self, load):
+        return self._tokens if self.engine_step >= self._step else 0
+
+
+def test_the_lane_runs_empty_where_fused_steps_are_better(engines, monkeypatch):
+    """They need an empty lane, which it would never be while prompts wait."""
+    with engines.lend(True, True) as engine:
+        engine.fresh(1, 256, 0, 2)
+        fuse_now_and_then(engine.scheduler, (1, 1))  # a policy that is told of steps
+        monkeypatch.setattr(engine.scheduler, "_max_prefill_tokens", 100)
+        policy = engine.scheduler._pdmux_policy = FuseFrom(engine.scheduler._pdmux_policy, 14)
+        arrivals = [*chats(), *(late(f"long{i}", 90, seed=100 + i) for i in range(8))]
+        got = engine.run(arrivals, lambda engine: setattr(policy, "engine_step", engine.step_number))
+        assert_answers(got, arrivals)
+        begun = [step.batch_id for step in engine.scheduler.pdmux_trace.steps if step.prefill_tokens]
+        fused = [step for step in engine.scheduler.pdmux_trace.steps if step.decode_tokens > step.decode_batch > 1]
+        fuse_now_and_then(engine.scheduler, None)
+    assert 1 <= len(begun) <= 3 and fused
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from vllm_pdmux.calibration import CalibrationError, cache, fit, measure, plan
 from vllm_pdmux.calibration.chosen import chosen_profile, prior_of, with_groups
-from vllm_pdmux.calibration.fit import Errors, errors, held_out_errors, nonnegative, split, too_large
+from vllm_pdmux.calibration.fit import Errors, errors, held_out_errors, nonnegative, split, too_large, usable
 from vllm_pdmux.calibration.run import Calibration, calibrate
 from vllm_pdmux.calibration.samples import (
     BesideSample,
@@ -33,7 +33,7 @@ from vllm_pdmux.calibration.samples import (
 from vllm_pdmux.cli import main
 from vllm_pdmux.config import ConfigError, PDMuxConfig, resolve
 from vllm_pdmux.policy import DecodeAlone, Kind, Load, Observation, Share, SloPolicy, Target
-from vllm_pdmux.policy.slo import FIRST_TAIL
+from vllm_pdmux.policy.tail import FIRST_TAIL
 from vllm_pdmux.simulator.profile import read_profile
 from vllm_pdmux.support import settings_problems
 
@@ -148,6 +148,17 @@ class TestFit:
         problem = too_large(found)[0]
         assert problem.startswith("the median error of decode beside prefill is ")
         assert "but must be at most 10%: calibrate again" in problem
+
+    def test_fused_steps_that_are_predicted_badly_are_left_out_and_the_rest_is_used(self):
+        samples = Device().samples()
+        assert usable(samples) == (samples, held_out_errors(samples), [])
+        drawn = random.Random(0)
+        wrong = replace(samples, fused=tuple(replace(one, ms=drawn.uniform(1, 100)) for one in samples.fused))
+        used, found, reasons = usable(wrong)
+        assert used == replace(samples, fused=()) and set(found) == {*fit.KINDS} - {"fused step"}
+        assert reasons and all("error of fused step is" in reason for reason in reasons)
+        profile = fit.fit(used, "made up")
+        assert (profile.fused_floor, profile.fused_decode) == (1.0, 1.0)  # the sum of both lanes
 
     def test_garbage_is_refused(self):
         drawn = random.Random(0)

@@ -22,6 +22,8 @@ from vllm_pdmux.policy import (
     SloPolicy,
     Target,
 )
+from vllm_pdmux.policy.fused import FusedSteps
+from vllm_pdmux.policy.tail import FIRST_TAIL
 
 CAPPED = [Share(False, sms / 132) for sms in (112, 100, 84, 68, 52)]
 DISJOINT = [Share(True, sms / 132) for sms in (100, 84, 68)]
@@ -408,7 +410,60 @@ def test_where_prefill_was_never_alone_its_rate_follows_from_the_groups():
     device.warm_up(slo, load(), prefill=False)
     assert slo.fused_tokens(load()) == 0, "no rate is known"
     serve(slo, device, load(), 100)
-    assert slo.fused_tokens(load()) == pytest.approx(3 * device.alone_ms(load()) * device.FULL_RATE, rel=0.15)
+    expected = (4 / FIRST_TAIL - 1) * device.alone_ms(load()) * device.FULL_RATE
+    assert slo.fused_tokens(load()) == pytest.approx(expected, rel=0.05)
+
+
+class TestFusedSteps:
+    ALONE_MS, RATE = 10.0, 40.0
+
+    def tokens(self, fused, target_ms=40.0):
+        return fused.work(target_ms, self.ALONE_MS, self.RATE)[0]
+
+    def step(self, fused, work, times=1.0):
+        fused.learn(times * max(1.5 * self.ALONE_MS, self.ALONE_MS + work / self.RATE), work, self.ALONE_MS, self.RATE)
+
+    def test_the_short_last_chunks_of_prompts_do_not_make_the_others_longer(self):
+        fused = FusedSteps()
+        for _ in range(200):
+            fused.learn(1.1 * self.ALONE_MS, 20.0, self.ALONE_MS, self.RATE)
+        assert self.tokens(fused) == self.tokens(FusedSteps())
+
+    def test_short_chunks_that_take_long_make_them_shorter(self):
+        fused = FusedSteps()
+        for _ in range(200):
+            fused.learn(3 * self.ALONE_MS, 20.0, self.ALONE_MS, self.RATE)
+        assert self.tokens(fused) < 0.5 * self.tokens(FusedSteps())
+
+    @pytest.mark.parametrize("times", [0.8, 1.0, 1.3])
+    def test_they_grow_until_they_take_what_the_target_allows(self, times):
+        fused, generator, seen = FusedSteps(), random.Random(3), []
+        for _ in range(1500):
+            work = self.tokens(fused)
+            seen.append(times * generator.uniform(0.9, 1.1) * (self.ALONE_MS + work / self.RATE))
+            fused.learn(seen[-1], work, self.ALONE_MS, self.RATE)
+        late = sorted(seen[500:])
+        assert sum(ms > 40.0 for ms in late) <= 0.05 * len(late)
+        assert late[len(late) // 2] > 33.0
+
+    def test_none_fits_below_the_floor(self):
+        assert FusedSteps().work(1.2 * self.ALONE_MS, self.ALONE_MS, self.RATE) == (0.0, 0.0)
+
+
+def test_what_is_in_use_stays_where_fused_steps_and_the_lanes_are_as_good():
+    """A change costs the time in which the lane runs empty."""
+    device = Device(CAPPED, noise=0.05)
+    slo = policy(CAPPED, 60.0)
+    device.warm_up(slo, load())
+    serve(slo, device, load(), 300)
+    first = {}
+    for was_fusing in (False, True):
+        for target_ms in (0.2 * fifth for fifth in range(50, 1000)):
+            slo._target, slo._is_fusing = Target(itl_ms=target_ms), was_fusing
+            if slo.fused_tokens(load()):
+                first[was_fusing] = target_ms
+                break
+    assert 1.02 < first[False] / first[True] < 1.3
 
 
 def test_fused_steps_that_take_longer_than_expected_shrink_where_prefill_was_never_alone():

@@ -30,7 +30,8 @@ FUSED_FLOOR, FUSED_DECODE = 1.0, 1.0
 MEDIAN_LIMIT, P95_LIMIT = 0.10, 0.25
 SMALLEST_MS = 1e-9  # instead of 0 where a profile has none
 
-KINDS = ("decode alone", "prefill alone", "decode beside prefill", "prefill beside decode", "fused step")
+FUSED_KIND = "fused step"
+KINDS = ("decode alone", "prefill alone", "decode beside prefill", "prefill beside decode", FUSED_KIND)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,19 @@ def too_large(found: Mapping[str, Errors]) -> list[str]:
                     "calibrate again when nothing else uses the device"
                 )
     return problems
+
+
+def usable(samples: Samples) -> tuple[Samples, dict[str, Errors], list[str]]:
+    """(samples, their errors, what was left out and why): fused steps are left out where they are predicted badly.
+
+    A policy can do without them: it then believes the cautious sum of both lanes and learns the rest while serving.
+    """
+    found = held_out_errors(samples)
+    fused = {kind: error for kind, error in found.items() if kind == FUSED_KIND}
+    problems = too_large(fused)
+    if not problems:
+        return samples, found, []
+    return replace(samples, fused=()), {kind: found[kind] for kind in found if kind not in fused}, problems
 
 
 def split(samples: Samples) -> tuple[Samples, Samples]:

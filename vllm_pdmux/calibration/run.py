@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_pdmux.activation import settings_of
-from vllm_pdmux.calibration.fit import Errors, fit, held_out_errors
+from vllm_pdmux.calibration.fit import Errors, fit, usable
 from vllm_pdmux.calibration.identity import describe, key_of
 from vllm_pdmux.calibration.measure import Progress, measure
 from vllm_pdmux.calibration.samples import Samples
@@ -25,11 +25,13 @@ class Calibration:
     errors: Mapping[str, Errors]  # of a fit to some of them, on the others
     samples: Samples
     measured_s: float
+    left_out: tuple[str, ...] = ()  # kinds of steps that are not in the profile, with the reasons
 
     def details(self) -> dict[str, Any]:
         """For readers of a stored calibration."""
         return {
             "errors": {kind: asdict(error) for kind, error in self.errors.items()},
+            "left_out": list(self.left_out),
             "measured_s": round(self.measured_s, 2),
             "samples": asdict(self.samples),
         }
@@ -45,4 +47,5 @@ def calibrate(llm: Any, progress: Progress = lambda done, total, what: None) -> 
     start = time.perf_counter()
     samples = measure(llm, progress)
     measured_s = time.perf_counter() - start
-    return Calibration(key, fit(samples, describe(key)), held_out_errors(samples), samples, measured_s)
+    used, errors, left_out = usable(samples)
+    return Calibration(key, fit(used, describe(key)), errors, samples, measured_s, tuple(left_out))

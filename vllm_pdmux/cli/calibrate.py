@@ -81,6 +81,8 @@ def _run(args: argparse.Namespace, settings: dict[str, Any], stdout: TextIO) -> 
         calibration = calibrate(llm, progress)
     found = _judged(args, calibration)
     _say(args, stdout, found)
+    for reason in calibration.left_out:
+        print(f"vllm-pdmux calibrate: fused steps are left to be learned: {reason}", file=sys.stderr)
     for problem in found["refused"]:
         print(f"vllm-pdmux calibrate: not stored: {problem}", file=sys.stderr)
     return EXIT_REFUSED if found["refused"] else 0

@@ -65,7 +65,7 @@ def metrics(splits: int, has_target: bool) -> tuple[Metric, ...]:
     ]
     if has_target:
         found += [
-            Metric(MISSED_STEPS, "Steps beside prefill that took longer than the target for ITL."),
+            Metric(MISSED_STEPS, "Steps with prefill, beside or fused, that took longer than the target for ITL."),
             Metric(INFEASIBLE_DECISIONS, "Decisions for which no division was expected to keep the target for ITL."),
         ]
     return (

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_pdmux.policy.estimates import Average, Belief, Beside, DecodeAlone, Rate, Share
+from vllm_pdmux.policy.estimates import Belief, Beside, DecodeAlone, Rate, Share
+from vllm_pdmux.policy.fused import FusedSteps
 from vllm_pdmux.policy.prior import ALL_FIXED, Mix, Prior
+from vllm_pdmux.policy.tail import Tail
 from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Prompt, decide_alone
 from vllm_pdmux.policy.work import PromptWork
 
@@ -25,17 +27,7 @@ WORTH_A_SWITCH = 1.05
 # A new group stays for so many decisions, and the first of its steps, which may have had layers of the old one beside
 # them, say nothing of it.
 STAY, UNSETTLED = 6, 2
-# The share of steps that may be slower than the target, and the bounds of the factor that is learned for it.
-TAIL_SHARE = 0.02
-TAIL_LIMITS = (1.02, 2.0)
-FIRST_TAIL = 1.15
-TAIL_STEP = 0.03
-# A fused step takes about what decode takes alone, and the time of its prompt tokens on the whole device, but never
-# less than a floor; H200, 8B, four loads: 0.75 to 1.08 times, and 1.4 to 1.6 times decode alone.
-FUSED_FLOOR = 1.5
-FUSED_DECODE = 1.0
 SMALLEST_FUSED_TOKENS = 128
-FUSED_ERROR_LIMITS = (0.3, 3.0)
 SHORTEST_STEP_MS = 0.01
 
 
@@ -88,15 +80,14 @@ class SloPolicy:
         self._work = work
         self._beside = Beside(self._shares, prior.groups if prior is not None else ())
         self._full_rate = Rate() if prior is None else Rate.calibrated(prior.full_rate)  # on the whole device
-        self._fused_floor = (prior and prior.fused_floor) or FUSED_FLOOR
-        self._fused_decode = FUSED_DECODE if prior is None or prior.fused_decode is None else prior.fused_decode
-        self._fused_error = Average(1.0, weight=5)  # measured over expected time of fused steps
-        self._tail = FIRST_TAIL
+        self._fused = FusedSteps() if prior is None else FusedSteps(prior.fused_floor, prior.fused_decode)
+        self._is_fusing = False  # whether the last step with both lanes busy was to be a fused one
+        self._tail = Tail()
         self._group: int | None = None  # of the last step with both lanes busy
         self._mix = ALL_FIXED  # of the decode step that was asked about last
         self._stay = 0  # decisions for which the group stays
         self._unsettled = 0  # steps of a new group that are still to come in which the old one may have run
-        self.missed_steps = 0  # steps beside prefill that took longer than the target
+        self.missed_steps = 0  # steps with prefill, beside or fused, that took longer than the target
         self.infeasible_decisions = 0  # decisions for which no group was expected to meet the target
 
     # --- deciding --------------------------------------------------------------------------------------------------
@@ -106,10 +97,10 @@ class SloPolicy:
         if alone := decide_alone(load, len(self._shares)):
             return alone
         alone_ms = self._alone.ms(load.decode_batch, load.context_tokens)
-        self._mix = self._alone.mix(load.decode_batch, load.context_tokens)
+        self._mix = self._mix_of(load)
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
         group, belief = self._choose(alone_ms, target_ms, self._mix)
-        expected_ms = alone_ms * belief.slowdown * belief.hope * self._tail
+        expected_ms = alone_ms * belief.slowdown * belief.hope * self._tail.factor
         is_asked = target_ms == self._target.of(alone_ms)  # no prompt has waited too long
         if self._paced_by_device and is_asked and expected_ms > target_ms:
             self._count_infeasible(expected_ms, target_ms)
@@ -121,16 +112,19 @@ class SloPolicy:
         full_rate = self._full_rate.value or self._beside.full_rate
         if not self._paced_by_device or full_rate is None or not alone_ms or not load.decode_batch:
             return 0
-        target_ms = self._target.of(alone_ms, load.oldest_wait_ms) / self._tail
-        work = (target_ms / self._fused_error.value - self._fused_decode * alone_ms) * full_rate
-        if target_ms < self._fused_floor * alone_ms or work <= 0:
-            return 0
-        tokens = self._work.tokens(work, load.computed_tokens)
-        if tokens < SMALLEST_FUSED_TOKENS:
-            return 0
-        mix = self._alone.mix(load.decode_batch, load.context_tokens)
-        best = self._choose(alone_ms, target_ms * self._tail, mix)[1].rate if self._beside.knows_a_rate else full_rate
-        return tokens if work / target_ms > WORTH_A_SWITCH * best else 0
+        target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
+        work, step_ms = self._fused.work(target_ms, alone_ms, full_rate)
+        tokens = self._work.tokens(work, load.computed_tokens) if work else 0
+        self._is_fusing = tokens >= SMALLEST_FUSED_TOKENS and self._is_faster_fused(
+            work / step_ms, full_rate, self._choose(alone_ms, target_ms, self._mix_of(load))[1]
+        )
+        return tokens if self._is_fusing else 0
+
+    def _is_faster_fused(self, rate: float, full_rate: float, best: Belief) -> bool:
+        """Whether fused steps of this rate prefill so much faster than the best group that it is worth a change, or
+        not so much slower."""
+        best_rate = best.rate if self._beside.knows_a_rate else full_rate
+        return rate > best_rate * (1 / WORTH_A_SWITCH if self._is_fusing else WORTH_A_SWITCH)
 
     def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
         """By slack, the time that is left until the target for TTFT cannot be kept: the prompt with less goes first.
@@ -159,7 +153,7 @@ class SloPolicy:
         safest = min(range(len(beliefs)), key=lambda place: beliefs[place].slowdown)
         if not self._alone.is_known:
             return safest + 1, beliefs[safest]
-        allowed = target_ms / self._tail / alone_ms
+        allowed = target_ms / self._tail.factor / alone_ms
         rates = [one.rate / one.hope if one.slowdown * one.hope <= allowed else 0.0 for one in beliefs]
         best = max(range(len(beliefs)), key=lambda place: (rates[place], -beliefs[place].slowdown))
         if not rates[best]:
@@ -167,6 +161,9 @@ class SloPolicy:
         elif self._group is not None and 0.0 < rates[best] < WORTH_A_SWITCH * rates[self._group - 1]:
             best = self._group - 1
         return best + 1, beliefs[best]
+
+    def _mix_of(self, load: Load) -> Mix:
+        return self._alone.mix(load.decode_batch, load.context_tokens)
 
     def _switch_to(self, group: int) -> int:
         """The group of this step: `group`, unless another one was begun a moment ago."""
@@ -183,7 +180,7 @@ class SloPolicy:
         rate = self._full_rate.value
         if rate is None or not load.prefill_work or not self._alone.is_known:
             return max(1, load.model_layers // 8)
-        spare_ms = target_ms / self._tail - alone_ms
+        spare_ms = target_ms / self._tail.factor - alone_ms
         layer_ms = max(load.prefill_work / rate / load.model_layers, SHORTEST_STEP_MS)
         return min(max(1, int(spare_ms / layer_ms)), ALL_LAYERS)
 
@@ -226,18 +223,15 @@ class SloPolicy:
             self._full_rate.add(step.prefill_work, step.step_ms - alone_ms)
         else:
             return
-        slow = step.step_ms > expected_ms * self._tail
-        moved = self._tail + TAIL_STEP * ((1 - TAIL_SHARE) if slow else -TAIL_SHARE)
-        self._tail = min(max(moved, TAIL_LIMITS[0]), TAIL_LIMITS[1])
+        self._tail.see(step.step_ms, expected_ms)
 
     def _learn_fused(self, step: Observation) -> None:
         rate = self._full_rate.value or self._beside.full_rate
         if rate is None or not self._alone.is_known:
             return
         alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
-        expected_ms = max(self._fused_floor * alone_ms, self._fused_decode * alone_ms + step.prefill_work / rate)
-        low, high = FUSED_ERROR_LIMITS
-        self._fused_error.add(min(max(step.step_ms / expected_ms, low), high))
+        self.missed_steps += step.step_ms > self._target.of(alone_ms)
+        self._fused.learn(step.step_ms, step.prefill_work, alone_ms, rate)
 
     def _count_infeasible(self, best_ms: float, target_ms: float) -> None:
         if self.infeasible_decisions == 0:
