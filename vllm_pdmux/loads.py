@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import islice
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -14,6 +15,9 @@ from vllm_pdmux.messages import LaneReport
 from vllm_pdmux.policy import Load, Policy, Prompt, PromptWork
 from vllm_pdmux.prefill_batch import PrefillBatch
 from vllm_pdmux.step_clock import StepClock
+
+
+MOST_WAITING = 32  # prompts whose work is added up in each step
 
 
 class Loads:
@@ -37,6 +41,8 @@ class Loads:
             sum(request.num_computed_tokens for request in decoding),
             computed_tokens=begun.num_computed_tokens if begun is not None else 0,
             oldest_wait_ms=self._oldest_wait_ms([]),
+            waiting_work=self._waiting_work(),
+            is_lane_busy=bool(self._batches),
         )
         tokens = self._pdmux_policy.fused_tokens(load)
         return tokens and len(decoding) + tokens
@@ -60,6 +66,14 @@ class Loads:
             context_tokens,
             batch.work,
             oldest_wait_ms=oldest_wait_ms,
+        )
+
+    def _waiting_work(self) -> float:
+        """Of the prompts that wait or are half done, of the first ones where many wait."""
+        begun = [request for request in self.running if request.is_prefill_chunk]
+        return sum(
+            self._prompt_work.of(one.num_tokens - one.num_computed_tokens, one.num_computed_tokens)
+            for one in [*begun, *islice(self.waiting, MOST_WAITING)]
         )
 
     def _oldest_wait_ms(self, admitted: list[Request]) -> float:
@@ -91,6 +105,16 @@ class Loads:
         """The prefill work of a batch that has just been scheduled."""
         scheduled = output.num_scheduled_tokens.items()
         return sum(self._prompt_work.of(n, self.requests[i].num_computed_tokens - n) for i, n in scheduled)
+
+    def _tokens_left_of_first(self, begun: list[Request]) -> int:
+        """Of the prompt that the next batch begins with; of one that waits, those in the prefix cache too."""
+        first = begun[0] if begun else self.waiting.peek_request() if self.waiting else None
+        return 0 if first is None else first.num_tokens - first.num_computed_tokens
+
+    def _layers_and_tokens(self, report: LaneReport) -> list[tuple[int, int]]:
+        """Of each batch that ran: layers, and the tokens of all of it."""
+        ran = [(run, self._batch(run.batch_id)) for run in report.runs]
+        return [(run.end_layer - run.first_layer, batch.num_tokens) for run, batch in ran if batch is not None]
 
     def _work_through(self, report: LaneReport | None) -> float:
         """The prefill work of the layers that were run in a step."""

@@ -25,6 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pdmux.activation import require_active, settings_of
+from vllm_pdmux.admission import Admission
 from vllm_pdmux.calibration.chosen import chosen_profile, prior_of
 from vllm_pdmux.hiding import Hiding
 from vllm_pdmux.loads import Loads
@@ -44,10 +45,6 @@ from vllm_pdmux.trace import StepTrace
 logger = init_logger("vllm.pdmux.scheduler")
 
 DECODE, PREFILL = "decode", "prefill"  # the lanes
-# The next batch is admitted behind one of which this share of the layers is launched, or earlier if the rest of them
-# does not last for the steps that an order takes to get to the device (two may be queued before it).
-LAYERS_BEFORE_NEXT, STEPS_BEFORE_NEXT = 0.5, 3
-FORGET = 0.8  # what is kept in a step of the most layers that were launched in one
 
 
 def _say(text: str) -> None:
@@ -76,15 +73,17 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         self._pdmux_policy = build_policy(settings, splits, is_gpu, alone, self._prompt_work, _warn, prior)
         self._step_clock = StepClock(self._pdmux_policy, self._prompt_work) if self._pdmux_policy.observes else None
         self._residency = Residency() if self.use_v2_model_runner else None
-        self._max_prefill_tokens = max_prefill_tokens(settings, has_streams=is_gpu)
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self.pdmux_trace = StepTrace(settings.trace_steps)
         self._counters = Counters(splits, learns) if self.log_stats and wire.is_read(os.environ) else None
         self._shares = wire.Shares()
         self._batches: deque[PrefillBatch] = deque()  # in the lane, in order
         # A GPU must not run dry between two batches. (A V1 runner could not resume what was dropped before it began.)
-        self._max_batches = 2 if is_gpu and self.use_v2_model_runner else 1
-        self._layers_per_step = 0.0  # that the lane launches at most, as far as the last steps show
+        self._admission = Admission(
+            self._model_layers,
+            max_batches=2 if is_gpu and self.use_v2_model_runner else 1,
+            most_tokens=max_prefill_tokens(settings, has_streams=is_gpu),
+        )
         self._next_batch_id = 0
         self._overtaken = False  # whether the last batch has left out a prompt that is half done
         self._drop: int | None = None  # the last batch that the worker has still to be told to drop
@@ -128,8 +127,7 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         if self._counters is not None:
             self._counters.done(scheduler_output, order_of(scheduler_output), report)
         if report is not None and scheduler_output.num_scheduled_tokens:  # else all layers are launched at once
-            if launched := sum(run.end_layer - run.first_layer for run in report.runs):
-                self._layers_per_step = max(launched, self._layers_per_step * FORGET)
+            self._admission.launched(self._layers_and_tokens(report))
         from_lane = {} if report is None else self._update_lane(report)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._counters is not None:
@@ -167,15 +165,14 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         return waiting > 0 or any(request.is_prefill_chunk for request in self.running)
 
     def _lane_has_room(self) -> bool:
-        """Whether to admit a batch now: late, so that it takes all that has arrived, yet before the lane runs dry."""
+        """Whether to admit a batch now."""
         if not self._batches:
             return True
-        if len(self._batches) >= self._max_batches or not self._anything_to_prefill():
+        if len(self._batches) >= self._admission.max_batches or not self._anything_to_prefill():
             return False
         if any(batch.stale_ids(self.requests) for batch in self._batches):
             return False  # the worker still holds another request under an id that has been sent again
-        early = self._model_layers - STEPS_BEFORE_NEXT * self._layers_per_step
-        if self._batches[-1].layers_launched < min(early, self._model_layers * LAYERS_BEFORE_NEXT):
+        if not self._admission.is_time(self._batches[-1].layers_launched):
             return False
         return not (self._may_fuse() and self._tokens_of_fused_step())  # only an empty lane can be left for fused steps
 
@@ -199,7 +196,8 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         self.max_num_active_reqs = max(0, max_active - len(others))
         self.prev_step_scheduled_req_ids = self._prefill_prev_step
         try:
-            with self._visible(prefilling, hidden_before=others), self._limited_to(self._max_prefill_tokens):
+            tokens = self._admission.tokens(self._tokens_left_of_first(prefilling))
+            with self._visible(prefilling, hidden_before=others), self._limited_to(tokens):
                 output = super().schedule()
         finally:
             self.max_num_active_reqs, self.prev_step_scheduled_req_ids = max_active, prev_step

@@ -15,11 +15,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request
+from vllm_pdmux.admission import Admission
 from vllm_pdmux.policy import LayerRule, TablePolicy
 from vllm_pdmux.scheduler import PDMuxAsyncScheduler
 
 from driver import ENGINE, LANE_THREAD
-from stand_ins import BLOCKS, StandInExecutor, StandInPDMuxExecutor, StandInPDMuxWorker, answer
+from stand_ins import BLOCKS, LAYERS, StandInExecutor, StandInPDMuxExecutor, StandInPDMuxWorker, answer
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.taken = []  # blocks that no request may have
 
-    def fresh(self, layers: int = 1, chunk: int = 256, report_delay: int = 0, batches: int = 1) -> Engine:
+    def fresh(
+        self, layers: int = 1, chunk: int = 256, report_delay: int = 0, batches: int = 1, shortest_batch: int = 1024
+    ) -> Engine:
         """As it was when it started, but for the settings."""
         self.settle()
         assert self.scheduler.reset_prefix_cache()
@@ -73,7 +76,8 @@ class Engine:
             self.report_delay = report_delay
             if isinstance(self.worker, StandInPDMuxWorker):
                 self.worker.slow_device.delay = report_delay
-            self.scheduler._max_batches = batches
+            self.scheduler._admission = Admission(LAYERS, batches, None)
+            self.scheduler._admission.shortest_tokens = shortest_batch
         return self
 
     def run(

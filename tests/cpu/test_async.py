@@ -95,7 +95,7 @@ def test_the_engine_is_asynchronous(engines, scheduler, use_v2):
 @pytest.mark.parametrize("layers", [1, 3, 1000])
 @pytest.mark.parametrize("chunk", [50, 256])
 def test_arrivals_while_others_decode(pdmux, layers, chunk):
-    pdmux.fresh(layers, chunk, pdmux.report_delay, pdmux.scheduler._max_batches)
+    pdmux.fresh(layers, chunk, pdmux.report_delay, pdmux.scheduler._admission.max_batches)
     arrivals = [*chats(), late(), late("same", step=9), late("short", 3, 9, 4), late("burst", 60, 9, 5)]
     assert_answers(pdmux.run(arrivals), arrivals)
     steps = pdmux.lane_steps()
@@ -136,7 +136,7 @@ def test_what_decodes_next_does_not_wait_for_the_batch_behind(engines, monkeypat
     the first one's requests are about to decode."""
     with engines.lend(True, True) as engine:
         engine.fresh(1, 256, report_delay, 2)
-        monkeypatch.setattr(engine.scheduler, "_max_prefill_tokens", 200)
+        monkeypatch.setattr(engine.scheduler._admission, "most_tokens", 200)
         watch = LaunchWatch(engine.worker._prefill_lane, monkeypatch)
         arrivals = [Arrival("chat", prompt(20, 1), 10), late("first"), late("second", seed=101)]
         assert_answers(engine.run(arrivals), arrivals)
@@ -164,7 +164,7 @@ def test_the_lane_runs_empty_where_fused_steps_are_better(engines, monkeypatch):
     with engines.lend(True, True) as engine:
         engine.fresh(1, 256, 0, 2)
         fuse_now_and_then(engine.scheduler, (1, 1))  # a policy that is told of steps
-        monkeypatch.setattr(engine.scheduler, "_max_prefill_tokens", 100)
+        monkeypatch.setattr(engine.scheduler._admission, "most_tokens", 100)
         policy = engine.scheduler._pdmux_policy = FuseFrom(engine.scheduler._pdmux_policy, 14)
         arrivals = [*chats(), *(late(f"long{i}", 90, seed=100 + i) for i in range(8))]
         got = engine.run(arrivals, lambda engine: setattr(policy, "engine_step", engine.step_number))
@@ -173,6 +173,16 @@ def test_the_lane_runs_empty_where_fused_steps_are_better(engines, monkeypatch):
         fused = [step for step in engine.scheduler.pdmux_trace.steps if step.decode_tokens > step.decode_batch > 1]
         fuse_now_and_then(engine.scheduler, None)
     assert 1 <= len(begun) <= 3 and fused
+
+
+@pytest.mark.parametrize(("shortest", "largest"), [(1024, 200), (80, 80), (20, 50)])
+def test_prompts_share_a_batch_only_until_it_is_long_enough(engines, shortest, largest):
+    """All of a batch have their first token when it ends."""
+    with engines.lend(True, True) as engine:
+        engine.fresh(1, 256, 0, 2, shortest)
+        arrivals = [*chats(), *(late(f"long{i}", 50, seed=100 + i) for i in range(4))]
+        assert_answers(engine.run(arrivals), arrivals)
+        assert max(step.prefill_tokens for step in engine.scheduler.pdmux_trace.steps) == largest
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])
@@ -448,6 +458,7 @@ class Schedule:
     fused: tuple[int, int] | None  # of FUSED
     chunk: int
     report_delay: int
+    shortest_batch: int
     batches: int  # in the lane at most
     max_active: int
     disturbances: dict[int, Callable]  # by the step after which they happen
@@ -519,6 +530,7 @@ def schedules_of(plans, sessions):
         fused=st.sampled_from(FUSED),
         chunk=st.sampled_from([16, 50, 256]),
         report_delay=st.integers(0, 2),
+        shortest_batch=st.sampled_from([1024, 30]),
         batches=st.integers(1, 2),
         max_active=st.sampled_from([16, 16, 16, 16, 3, 2, 1]),
         disturbances=st.dictionaries(
@@ -610,7 +622,7 @@ random_schedules = settings(
 def test_any_schedule(engines, use_v2, schedule):
     with engines.lend(True, use_v2) as engine:
         batches = schedule.batches if use_v2 else 1
-        engine.fresh(schedule.layers, schedule.chunk, schedule.report_delay, batches)
+        engine.fresh(schedule.layers, schedule.chunk, schedule.report_delay, batches, schedule.shortest_batch)
         fuse_now_and_then(engine.scheduler, schedule.fused)
         with LaneWatch(engine) as watch:
             check_schedule(engine, schedule, watch.check_step)

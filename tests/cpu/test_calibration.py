@@ -347,7 +347,7 @@ class TestPolicy:
     def test_all_rates_are_known_at_once(self):
         profile = fit.fit(Device().samples(), "made up")
         slo = self.policy(profile, 1000.0)
-        load = Load(32, 2048, 32, 65536, 2048.0)
+        load = Load(32, 2048, 32, 65536, 2048.0, waiting_work=1e6)
         assert slo._alone.is_known and slo._beside.knows_a_rate
         expected = slo._beside.beliefs(slo._alone.mix(32, 65536))
         for belief, group in zip(expected, profile.groups, strict=True):
@@ -520,7 +520,7 @@ def test_under_asynchronous_scheduling_as_on_a_gpu(
     monkeypatch.setattr(async_engine, "BLOCKS", 256)
     monkeypatch.setattr(measure, "divisions", lambda settings: DIVISIONS)
     engine = async_engine.Engine(tiny_model_path, {"policy": "slo", "sm_group_num": 4, "calibration": "off"}, use_v2)
-    engine.worker.slow_device.delay, engine.scheduler._max_batches = report_delay, batches
+    engine.worker.slow_device.delay, engine.scheduler._admission.max_batches = report_delay, batches
     samples = calibrate(Asynchronous(engine)).samples
     assert {(one.group, one.load) for one in samples.beside} == {(g, n) for g in (1, 2) for n in range(4)}
     limits = plan.Limits(512, 16, 256, 256, 256 * 32, 32)

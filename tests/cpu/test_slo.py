@@ -35,8 +35,9 @@ def policy(shares, itl_ms=None, paced_by_device=True, log=None):
     return SloPolicy(shares, Target(itl_ms), DecodeAlone(WEIGHTS, KV), paced_by_device, said.append)
 
 
-def load(decode_batch=32, context_tokens=65536, prefill_tokens=4096):
-    return Load(decode_batch, prefill_tokens, 32, context_tokens, prefill_tokens)
+def load(decode_batch=32, context_tokens=65536, prefill_tokens=4096, **others):
+    """Many prompts wait."""
+    return Load(decode_batch, prefill_tokens, 32, context_tokens, prefill_tokens, **{"waiting_work": 1e6, **others})
 
 
 class Device:
@@ -450,20 +451,42 @@ class TestFusedSteps:
         assert FusedSteps().work(1.2 * self.ALONE_MS, self.ALONE_MS, self.RATE) == (0.0, 0.0)
 
 
-def test_what_is_in_use_stays_where_fused_steps_and_the_lanes_are_as_good():
-    """A change costs the time in which the lane runs empty."""
+def first_fused_ms(slo, **of_load):
+    """The lowest target, in ms, that is served by fused steps."""
+    for target_ms in (0.1 * tenth for tenth in range(100, 2000)):
+        slo._target = Target(itl_ms=target_ms)
+        if slo.fused_tokens(load(**of_load)):
+            return target_ms
+    raise AssertionError("never fused")
+
+
+@pytest.fixture
+def knowing():
+    """A policy that knows all of a device."""
     device = Device(CAPPED, noise=0.05)
     slo = policy(CAPPED, 60.0)
     device.warm_up(slo, load())
     serve(slo, device, load(), 300)
-    first = {}
-    for was_fusing in (False, True):
-        for target_ms in (0.2 * fifth for fifth in range(50, 1000)):
-            slo._target, slo._is_fusing = Target(itl_ms=target_ms), was_fusing
-            if slo.fused_tokens(load()):
-                first[was_fusing] = target_ms
-                break
-    assert 1.02 < first[False] / first[True] < 1.3
+    return slo
+
+
+def test_what_is_in_use_stays_where_fused_steps_and_the_lanes_are_as_good(knowing):
+    """A change costs the time in which the lane runs empty."""
+    busy, empty = (first_fused_ms(knowing, is_lane_busy=is_busy) for is_busy in (True, False))
+    assert 1.02 < busy / empty < 1.3
+
+
+def test_a_few_prompts_are_not_worth_beginning_with_the_lane(knowing):
+    """It would take as long to begin as they do."""
+    few, many = (first_fused_ms(knowing, waiting_work=work) for work in (300.0, 1e6))
+    assert few < 0.9 * many
+    knowing._target = Target(itl_ms=many)
+    assert not knowing.fused_tokens(load(waiting_work=300.0, is_lane_busy=True))  # nor leaving it
+
+
+def test_nothing_is_fused_where_nothing_waits(knowing):
+    knowing._target = Target(itl_ms=1000.0)
+    assert knowing.fused_tokens(load(waiting_work=0.0)) == 0 < knowing.fused_tokens(load())
 
 
 def test_fused_steps_that_take_longer_than_expected_shrink_where_prefill_was_never_alone():

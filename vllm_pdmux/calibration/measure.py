@@ -79,7 +79,7 @@ class Meter:
             config.model_config.max_model_len,
             config.scheduler_config.max_num_seqs,
             self._scheduler.max_num_scheduled_tokens,
-            self._scheduler._max_prefill_tokens or self._scheduler.max_num_scheduled_tokens,
+            self._scheduler._admission.most_tokens or self._scheduler.max_num_scheduled_tokens,
             self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks * self._scheduler.block_size,
             self._scheduler.block_size,
         )

@@ -28,6 +28,9 @@ WORTH_A_SWITCH = 1.05
 # them, say nothing of it.
 STAY, UNSETTLED = 6, 2
 SMALLEST_FUSED_TOKENS = 128
+# What it costs to begin with the lane, or to leave it, in steps beside prefill: a batch that is admitted is launched a
+# step or two later, and its end is seen half a step after it.
+CHANGE_STEPS = 1.5
 SHORTEST_STEP_MS = 0.01
 
 
@@ -81,7 +84,6 @@ class SloPolicy:
         self._beside = Beside(self._shares, prior.groups if prior is not None else ())
         self._full_rate = Rate() if prior is None else Rate.calibrated(prior.full_rate)  # on the whole device
         self._fused = FusedSteps() if prior is None else FusedSteps(prior.fused_floor, prior.fused_decode)
-        self._is_fusing = False  # whether the last step with both lanes busy was to be a fused one
         self._tail = Tail()
         self._group: int | None = None  # of the last step with both lanes busy
         self._mix = ALL_FIXED  # of the decode step that was asked about last
@@ -110,21 +112,28 @@ class SloPolicy:
         """Prompt tokens of a fused step that meets the target, where that prefills faster than the best group."""
         alone_ms = self._alone.ms(load.decode_batch, load.context_tokens)
         full_rate = self._full_rate.value or self._beside.full_rate
-        if not self._paced_by_device or full_rate is None or not alone_ms or not load.decode_batch:
+        if (
+            not self._paced_by_device
+            or full_rate is None
+            or not alone_ms
+            or not load.decode_batch
+            or not load.waiting_work
+        ):
             return 0
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
         work, step_ms = self._fused.work(target_ms, alone_ms, full_rate)
         tokens = self._work.tokens(work, load.computed_tokens) if work else 0
-        self._is_fusing = tokens >= SMALLEST_FUSED_TOKENS and self._is_faster_fused(
-            work / step_ms, full_rate, self._choose(alone_ms, target_ms, self._mix_of(load))[1]
-        )
-        return tokens if self._is_fusing else 0
+        if tokens < SMALLEST_FUSED_TOKENS:
+            return 0
+        best = self._choose(alone_ms, target_ms, self._mix_of(load))[1]
+        return tokens if self._is_sooner_fused(load, work / step_ms, full_rate, best, alone_ms) else 0
 
-    def _is_faster_fused(self, rate: float, full_rate: float, best: Belief) -> bool:
-        """Whether fused steps of this rate prefill so much faster than the best group that it is worth a change, or
-        not so much slower."""
-        best_rate = best.rate if self._beside.knows_a_rate else full_rate
-        return rate > best_rate * (1 / WORTH_A_SWITCH if self._is_fusing else WORTH_A_SWITCH)
+    def _is_sooner_fused(self, load: Load, fused_rate: float, full_rate: float, best: Belief, alone_ms: float) -> bool:
+        """Whether fused steps finish the waiting prompts sooner than the best group: faster, or without a change."""
+        lane_rate = best.rate if self._beside.knows_a_rate else full_rate
+        change_ms = CHANGE_STEPS * best.slowdown * alone_ms
+        lane_ms, fused_ms = load.waiting_work / lane_rate, load.waiting_work / fused_rate
+        return fused_ms * WORTH_A_SWITCH + change_ms < lane_ms if load.is_lane_busy else fused_ms < lane_ms + change_ms
 
     def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
         """By slack, the time that is left until the target for TTFT cannot be kept: the prompt with less goes first.

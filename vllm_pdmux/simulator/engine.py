@@ -11,7 +11,7 @@ import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from vllm_pdmux.policy import Kind, Load, Observation, Policy, Prompt
 from vllm_pdmux.simulator.profile import DeviceProfile
@@ -19,6 +19,7 @@ from vllm_pdmux.simulator.trace import BLOCK_TOKENS, Arrival
 
 MODEL_LAYERS = 32  # no matter: progress counts in time
 STOCK = "stock step"
+MOST_WAITING = 32  # prompts whose work the policy is told
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ class _Engine:
             prefill_work=self._batch.work if self._batch else 0.0,
             computed_tokens=computed,
             oldest_wait_ms=self._oldest_wait_ms(),
+            waiting_work=self._waiting_work(),
+            is_lane_busy=self._batch is not None,
         )
         if not self._decoding:
             return self._prefill_step()
@@ -185,6 +188,10 @@ class _Engine:
         if batch.done_ms >= batch.total_ms * (1 - 1e-9):
             self._batch = None
             self._join(batch)
+
+    def _waiting_work(self) -> float:
+        first = islice(self._waiting, MOST_WAITING)
+        return sum(self._work.of(request.left, request.computed) for request in first)
 
     def _oldest_wait_ms(self) -> float:
         first = ([self._batch.parts[0][0]] if self._batch else []) + ([self._waiting[0]] if self._waiting else [])
