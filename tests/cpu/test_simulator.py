@@ -66,7 +66,8 @@ class TestByHand:
         result = simulate(PLAIN, [Arrival(0, 100, 50), Arrival(100, 1000, 2)], fixed())
         slow = [gap for gap, _ in result.gaps_ms if gap > 10]
         # 100 ms of prefill at half its pace in steps of 15 ms, the last of which is one third beside it.
-        assert slow[:-1] == [15] * 13 and slow[-1] == pytest.approx(10 + 5 / 3)
+        # It is in the step after the next one, so its second token comes two steps after the first.
+        assert slow[:13] == [15] * 13 and slow[13:] == pytest.approx([10 + 5 / 3, 20])
         assert result.residency_ms[1] == pytest.approx(195 + 10 + 5 / 3)
         assert sorted(result.ttft_ms) == pytest.approx([10, 195 + 10 + 5 / 3])
 
@@ -104,7 +105,7 @@ def test_every_request_ends_once_and_no_time_is_lost(arm, data):
     assert min(result.ttft_ms) > 0
     waited = sum(count for _, count in result.gaps_ms)
     assert waited == sum(arrival.answer_tokens - 1 for arrival in arrivals)
-    assert result.makespan_ms >= sum(gap for gap, _ in result.gaps_ms)
+    assert result.makespan_ms * 8 >= sum(gap * count for gap, count in result.gaps_ms)  # each seat at most all of it
 
 
 @pytest.mark.parametrize(("rate", "itl_ms"), [(2, 12), (4, 15), (4, 25), (5, 40)])

@@ -123,6 +123,9 @@ class _Engine:
         self._now_ms = 0.0
         self._waiting: deque[_Request] = deque()
         self._decoding: list[tuple[int, int, _Request]] = []  # heap of (the step that it ends with, tie, request)
+        # From the lane while others decode: the step that is under way when they join is without them.
+        self._joining: list[_Request] = []
+        self._late = (0, 0.0)  # of those that decode for the first time in this step: how many, and since when, in ms
         self._step = self._ties = 0
         self._context_tokens = 0
         self._batch: _Batch | None = None
@@ -130,8 +133,8 @@ class _Engine:
 
     def serve(self, arrivals: Sequence[Arrival]) -> Result:
         coming = deque(arrivals)
-        while coming or self._waiting or self._decoding or self._batch:
-            if not (self._waiting or self._decoding or self._batch):
+        while coming or self._waiting or self._decoding or self._joining or self._batch:
+            if not (self._waiting or self._decoding or self._joining or self._batch):
                 self._now_ms = max(self._now_ms, coming[0].at_ms)
             while coming and coming[0].at_ms <= self._now_ms:
                 self._waiting.append(_Request(coming.popleft()))
@@ -146,6 +149,9 @@ class _Engine:
 
     def _lane_step(self) -> None:
         assert self._policy is not None
+        if not self._decoding:
+            self._begin_to_decode(self._joining)
+            self._joining = []
         computed = self._waiting[0].computed if self._waiting else 0
         load = Load(
             len(self._decoding),
@@ -187,7 +193,7 @@ class _Engine:
         self._decode(step_ms)
         if batch.done_ms >= batch.total_ms * (1 - 1e-9):
             self._batch = None
-            self._join(batch)
+            self._join(batch, is_beside=True)
 
     def _waiting_work(self) -> float:
         first = islice(self._waiting, MOST_WAITING)
@@ -274,7 +280,7 @@ class _Engine:
             self._waiting.popleft()
         return _Batch(parts, work, total_ms) if parts else None
 
-    def _join(self, batch: _Batch) -> None:
+    def _join(self, batch: _Batch, is_beside: bool = False) -> None:
         for request, _ in batch.parts:
             if request.left:
                 continue
@@ -282,7 +288,13 @@ class _Engine:
             request.first_ms = self._now_ms
             if request.arrival.answer_tokens == 1:
                 self._end(request)
-                continue
+            elif is_beside:
+                self._joining.append(request)
+            else:
+                self._begin_to_decode([request])
+
+    def _begin_to_decode(self, requests: Sequence[_Request]) -> None:
+        for request in requests:
             self._context_tokens += request.arrival.prompt_tokens
             self._ties += 1
             heapq.heappush(self._decoding, (self._step + request.arrival.answer_tokens - 1, self._ties, request))
@@ -290,12 +302,18 @@ class _Engine:
     def _decode(self, step_ms: float) -> None:
         self._now_ms += step_ms
         self._step += 1
-        self._result.gaps_ms.append((step_ms, len(self._decoding)))
+        late, late_ms = self._late
+        self._result.gaps_ms.append((step_ms, len(self._decoding) - late))
+        if late:
+            self._result.gaps_ms.append((step_ms + late_ms, late))
         self._context_tokens += len(self._decoding)
         while self._decoding and self._decoding[0][0] <= self._step:
             request = heapq.heappop(self._decoding)[2]
             self._context_tokens -= request.arrival.prompt_tokens + request.arrival.answer_tokens - 1
             self._end(request)
+        self._late = (len(self._joining), step_ms)
+        self._begin_to_decode(self._joining)
+        self._joining = []
 
     def _end(self, request: _Request) -> None:
         ttft_ms = request.first_ms - request.arrival.at_ms
