@@ -21,7 +21,10 @@ import random
 import sys
 import time
 import traceback
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -176,10 +179,14 @@ class Engine:
         self._use(setting)
         assert self._scheduler.reset_prefix_cache()
         requests = [Request(*one) for one in arrivals]
-        served = serve(self._engine, requests, shapes.vocabulary(self._args.shape), limit_s)
-        policy = getattr(self._scheduler, "_pdmux_policy", None)
-        counts = ("missed_steps", "infeasible_decisions") if str(setting).startswith("slo") else ()
-        return {**served, **{name: getattr(policy, name) for name in counts}}
+        if not str(setting).startswith("slo"):
+            return serve(self._engine, requests, shapes.vocabulary(self._args.shape), limit_s)
+        policy, steps = self._scheduler._pdmux_policy, Counter()
+        counts = ("missed_steps", "infeasible_decisions")
+        before = {name: getattr(policy, name) for name in counts}
+        with mock.patch.object(policy, "observe", counted(policy.observe, self._groups, steps)):
+            served = serve(self._engine, requests, shapes.vocabulary(self._args.shape), limit_s)
+        return {**served, "steps": dict(steps), **{name: getattr(policy, name) - before[name] for name in counts}}
 
     def _settings(self) -> dict[str, Any]:
         splits = [group.split(":") for group in self._groups]
@@ -252,6 +259,16 @@ class Engine:
                     gaps.append((now - last) * 1e3)
                 last = now
         return gaps, time.perf_counter() - start, ended
+
+
+def counted(observe: Callable[[Any], None], groups: list[str], steps: Counter) -> Callable[[Any], None]:
+    """`observe`, counting what it is told in `steps`: "decode", "prefill", "fused", or the group beside prefill."""
+
+    def count(step: Any) -> None:
+        steps[groups[step.group - 1] if step.kind.value == "beside" else step.kind.value] += 1
+        observe(step)
+
+    return count
 
 
 def log(text: str) -> None:

@@ -39,7 +39,7 @@ WARM_UP = 8  # requests of each trace that every engine serves before
 
 def main() -> None:
     args = arguments()
-    engines = {arm: Process(arm, args) for arm in ("stock", "pdmux")}
+    engines = {arm: Process(arm, args) for arm in (("stock", "pdmux") if args.stock else ("pdmux",))}
     ready = {arm: engine.answer() for arm, engine in engines.items()}  # none starts while another measures
     measure(args, engines, ready)
     for engine in engines.values():
@@ -54,12 +54,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals")
     parser.add_argument("--longest", type=int, default=32768, help="tokens of a request")
     parser.add_argument("--targets", default="15:1000", help="ITL:TTFT in ms, with commas")
-    parser.add_argument("--stock", default="512,2048", help="chunk sizes: max_num_batched_tokens")
+    parser.add_argument("--stock", default="512,2048", help="chunk sizes (max_num_batched_tokens); empty: no stock")
     parser.add_argument("--groups", default="capped:84,capped:68,disjoint:84,disjoint:68")
     parser.add_argument("--fixed", help="those of the groups that are measured; all without it")
     parser.add_argument("--shape", default="llama-8b", choices=shapes.CONFIGS)
     parser.add_argument("--total-sms", type=int, default=132)
-    parser.add_argument("--kv-gib", type=float, required=True, help="KV cache of each engine")
+    parser.add_argument("--kv-gib", type=float, help="KV cache of each engine; without it all memory, for one engine")
     parser.add_argument("--profile", help="of this device and shape, to predict from; else that of --calibrate")
     parser.add_argument("--calibrate", action="store_true", help="let slo begin with a calibration")
     parser.add_argument("--rounds", type=int, default=1)
@@ -70,6 +70,8 @@ def arguments() -> argparse.Namespace:
     if not len(args.trace) == len(args.speed) == len(args.skip):
         counts = f"{len(args.trace)}, {len(args.speed)} and {len(args.skip)} times"
         parser.error(f"--trace, --speed and --skip are given {counts}: give one of each for every trace")
+    if args.stock and args.kv_gib is None:
+        parser.error("--kv-gib is not given, and two engines would both take all memory: give it, or --stock ''")
     return args
 
 
@@ -110,7 +112,7 @@ def measure(args: argparse.Namespace, engines: dict[str, Process], ready: dict[s
 def settings(args: argparse.Namespace, targets: list[tuple[float, ...]]) -> list[tuple[str, Any]]:
     """The arms, with stock's between the plugin's, so that what drifts meets both."""
     mine = (args.fixed or args.groups).split(",") + [f"slo:{itl:g}:{ttft:g}" for itl, ttft in targets]
-    stock = [int(chunk) for chunk in args.stock.split(",")]
+    stock = [int(chunk) for chunk in args.stock.split(",") if chunk]
     found: list[tuple[str, Any]] = []
     for place, setting in enumerate(mine):
         found += [("stock", stock[place])] if place < len(stock) else []

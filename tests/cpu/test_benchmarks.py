@@ -67,6 +67,13 @@ def test_a_replay_serves_a_trace_in_every_arm(tmp_path):
         assert row["requests"] == 2 and row["tokens"] == 10, "the third request is longer than 800 tokens"
         assert set(row["within"]["60000:60000"].values()) == {1.0} and row["within"]["1:1"]["tpot_ms"] == 0.0
     assert all(row["predicted"]["within"]["60000:60000"] == 1.0 for row in results["rows"])
+    assert all(sum(row["steps"].values()) > 0 for row in results["rows"][2:])
+
+
+def test_two_engines_cannot_both_have_all_memory(tmp_path):
+    command = [sys.executable, "replay.py", "--trace", "trace.csv", "--speed", "1"]
+    run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 2 and "--kv-gib is not given, and two engines would both take all memory" in run.stderr
 
 
 def test_equal_hashes_of_a_trace_are_equal_tokens():

@@ -419,7 +419,7 @@ class TestFusedSteps:
     ALONE_MS, RATE = 10.0, 40.0
 
     def tokens(self, fused, target_ms=40.0):
-        return fused.work(target_ms, self.ALONE_MS, self.RATE)[0]
+        return fused.work(target_ms / fused.tail.factor, self.ALONE_MS, self.RATE)
 
     def step(self, fused, work, times=1.0):
         fused.learn(times * max(1.5 * self.ALONE_MS, self.ALONE_MS + work / self.RATE), work, self.ALONE_MS, self.RATE)
@@ -448,7 +448,7 @@ class TestFusedSteps:
         assert late[len(late) // 2] > 33.0
 
     def test_none_fits_below_the_floor(self):
-        assert FusedSteps().work(1.2 * self.ALONE_MS, self.ALONE_MS, self.RATE) == (0.0, 0.0)
+        assert FusedSteps().work(1.2 * self.ALONE_MS, self.ALONE_MS, self.RATE) == 0.0
 
 
 def first_fused_ms(slo, **of_load):
@@ -500,6 +500,19 @@ def test_fused_steps_that_take_longer_than_expected_shrink_where_prefill_was_nev
         tokens = slo.fused_tokens(load())
         slo.observe(Observation(Kind.FUSED, 200.0, 32, 65536, float(max(tokens, 1))))
     assert 0 <= tokens < first / 2
+
+
+def test_while_a_first_token_may_be_late_the_target_is_kept_by_the_usual_step():
+    """Slow steps may then take longer, and prefill goes faster: a late first token is as bad as a late other one."""
+    device = Device(CAPPED, noise=0.3)
+    slo = SloPolicy(CAPPED, Target(14.0, 1000.0), DecodeAlone(WEIGHTS, KV), True, lambda text: None)
+    device.warm_up(slo, load(), prefill=False)
+    serve(slo, device, load(), 1500)
+    in_time = serve(slo, device, load(oldest_wait_ms=400.0), 300)
+    at_risk = serve(slo, device, load(oldest_wait_ms=600.0), 300)
+    group = lambda steps: steps[-1][0]  # noqa: E731
+    assert device.rates[group(at_risk) - 1] > device.rates[group(in_time) - 1]
+    assert sorted(ms for _, ms in at_risk[100:])[100] <= 14.0 < max(ms for _, ms in at_risk[100:])
 
 
 def test_the_limit_of_itl_is_never_below_the_target():

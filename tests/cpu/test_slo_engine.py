@@ -92,6 +92,9 @@ class Impossible:
     def of(self, alone_ms, wait_ms=0.0):
         return alone_ms / 2
 
+    def is_ttft_at_risk(self, wait_ms):
+        return False
+
 
 class Known:
     """Decode steps of which all is known."""

@@ -24,13 +24,12 @@ class FusedSteps:
         self._floor = FLOOR if floor is None else floor
         self._decode = DECODE if decode is None else decode
         self._error = Average(1.0, weight=PRIOR_STEPS)  # measured over expected time
-        self._tail = Tail()
+        self.tail = Tail()
 
-    def work(self, target_ms: float, alone_ms: float, rate: float) -> tuple[float, float]:
-        """The prefill work of a step that keeps the target, all but a few, and what such a step takes; (0, 0): none."""
-        usual_ms = target_ms / self._tail.factor
-        work = (usual_ms / self._error.value - self._decode * alone_ms) * rate
-        return (work, usual_ms) if usual_ms >= self._floor * alone_ms and work > 0 else (0.0, 0.0)
+    def work(self, step_ms: float, alone_ms: float, rate: float) -> float:
+        """The prefill work of a step that usually takes `step_ms`; 0: none fits."""
+        work = (step_ms / self._error.value - self._decode * alone_ms) * rate
+        return work if step_ms >= self._floor * alone_ms and work > 0 else 0.0
 
     def learn(self, step_ms: float, work: float, alone_ms: float, rate: float) -> None:
         """From a step of `work`."""
@@ -38,6 +37,6 @@ class FusedSteps:
         expected_ms = max(by_work_ms, floor_ms)
         if by_work_ms < floor_ms and step_ms < expected_ms * self._error.value:
             return  # the last chunk of a prompt is short: that it takes less says nothing of a long one
-        self._tail.see(step_ms, expected_ms * self._error.value)
+        self.tail.see(step_ms, expected_ms * self._error.value)
         low, high = ERROR_LIMITS
         self._error.add(min(max(step_ms / expected_ms, low), high))

@@ -22,6 +22,9 @@ DEFAULT_TARGET = 1.5  # times a decode step alone, when no target is given
 # Neither lane starves: a prompt that has waited for so long lets ITL grow, but not above so many times its target.
 PREFILL_WAIT_LIMIT_MS = 10_000.0
 ITL_LIMIT = 4.0
+# From this share of the target for the first token on, the one for ITL is kept by the usual step, not by the slow ones
+# too: a request whose mean time per token keeps it is served as asked, one whose first token is late is not.
+TTFT_AT_RISK = 0.5
 # A group is left for a better one only when that is expected to prefill so much faster.
 WORTH_A_SWITCH = 1.05
 # A new group stays for so many decisions, and the first of its steps, which may have had layers of the old one beside
@@ -54,6 +57,10 @@ class Target:
         if wait_ms <= self.prefill_wait_limit_ms:
             return target_ms
         return max(target_ms, self.itl_limit_ms) if self.itl_limit_ms is not None else target_ms * ITL_LIMIT
+
+    def is_ttft_at_risk(self, wait_ms: float) -> bool:
+        """Whether a prompt has waited for so long that its own target may be missed."""
+        return self.ttft_ms is not None and wait_ms > self.ttft_ms * TTFT_AT_RISK
 
 
 class SloPolicy:
@@ -101,12 +108,13 @@ class SloPolicy:
         alone_ms = self._alone.ms(load.decode_batch, load.context_tokens)
         self._mix = self._mix_of(load)
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
-        group, belief = self._choose(alone_ms, target_ms, self._mix)
+        usual_ms = target_ms / self._tail_for(load, self._tail)
+        group, belief = self._choose(alone_ms, usual_ms, self._mix)
         expected_ms = alone_ms * belief.slowdown * belief.hope * self._tail.factor
         is_asked = target_ms == self._target.of(alone_ms)  # no prompt has waited too long
-        if self._paced_by_device and is_asked and expected_ms > target_ms:
+        if self._paced_by_device and is_asked and expected_ms > target_ms and usual_ms < target_ms:
             self._count_infeasible(expected_ms, target_ms)
-        return Decision(self._switch_to(group), self._layers(load, alone_ms, target_ms))
+        return Decision(self._switch_to(group), self._layers(load, alone_ms, usual_ms))
 
     def fused_tokens(self, load: Load) -> int:
         """Prompt tokens of a fused step that meets the target, where that prefills faster than the best group."""
@@ -121,11 +129,12 @@ class SloPolicy:
         ):
             return 0
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
-        work, step_ms = self._fused.work(target_ms, alone_ms, full_rate)
+        step_ms = target_ms / self._tail_for(load, self._fused.tail)
+        work = self._fused.work(step_ms, alone_ms, full_rate)
         tokens = self._work.tokens(work, load.computed_tokens) if work else 0
         if tokens < SMALLEST_FUSED_TOKENS:
             return 0
-        best = self._choose(alone_ms, target_ms, self._mix_of(load))[1]
+        best = self._choose(alone_ms, target_ms / self._tail_for(load, self._tail), self._mix_of(load))[1]
         return tokens if self._is_sooner_fused(load, work / step_ms, full_rate, best, alone_ms) else 0
 
     def _is_sooner_fused(self, load: Load, fused_rate: float, full_rate: float, best: Belief, alone_ms: float) -> bool:
@@ -156,13 +165,17 @@ class SloPolicy:
             return self._beside.beliefs(self._mix)[self._group - 1].rate
         return self._full_rate.value
 
-    def _choose(self, alone_ms: float, target_ms: float, mix: Mix) -> tuple[int, Belief]:
-        """The group, and what is believed of it."""
+    def _tail_for(self, load: Load, tail: Tail) -> float:
+        """By what a target is divided for the usual step."""
+        return 1.0 if self._target.is_ttft_at_risk(load.oldest_wait_ms) else tail.factor
+
+    def _choose(self, alone_ms: float, usual_ms: float, mix: Mix) -> tuple[int, Belief]:
+        """The group with the most prefill of which a usual step takes no longer, and what is believed of it."""
         beliefs = self._beside.beliefs(mix)
         safest = min(range(len(beliefs)), key=lambda place: beliefs[place].slowdown)
         if not self._alone.is_known:
             return safest + 1, beliefs[safest]
-        allowed = target_ms / self._tail.factor / alone_ms
+        allowed = usual_ms / alone_ms
         rates = [one.rate / one.hope if one.slowdown * one.hope <= allowed else 0.0 for one in beliefs]
         best = max(range(len(beliefs)), key=lambda place: (rates[place], -beliefs[place].slowdown))
         if not rates[best]:
@@ -182,14 +195,14 @@ class SloPolicy:
             self._group, self._stay, self._unsettled = group, STAY, UNSETTLED
         return self._group or group
 
-    def _layers(self, load: Load, alone_ms: float, target_ms: float) -> int:
-        """On a GPU all; else those whose time fits between a decode step alone and the target, one at least."""
+    def _layers(self, load: Load, alone_ms: float, usual_ms: float) -> int:
+        """On a GPU all; else those whose time fits between a decode step alone and a usual one, one at least."""
         if self._paced_by_device:
             return ALL_LAYERS
         rate = self._full_rate.value
         if rate is None or not load.prefill_work or not self._alone.is_known:
             return max(1, load.model_layers // 8)
-        spare_ms = target_ms / self._tail.factor - alone_ms
+        spare_ms = usual_ms - alone_ms
         layer_ms = max(load.prefill_work / rate / load.model_layers, SHORTEST_STEP_MS)
         return min(max(1, int(spare_ms / layer_ms)), ALL_LAYERS)
 
