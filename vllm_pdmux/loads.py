@@ -106,16 +106,6 @@ class Loads:
         scheduled = output.num_scheduled_tokens.items()
         return sum(self._prompt_work.of(n, self.requests[i].num_computed_tokens - n) for i, n in scheduled)
 
-    def _tokens_left_of_first(self, begun: list[Request]) -> int:
-        """Of the prompt that the next batch begins with; of one that waits, those in the prefix cache too."""
-        first = begun[0] if begun else self.waiting.peek_request() if self.waiting else None
-        return 0 if first is None else first.num_tokens - first.num_computed_tokens
-
-    def _layers_and_tokens(self, report: LaneReport) -> list[tuple[int, int]]:
-        """Of each batch that ran: layers, and the tokens of all of it."""
-        ran = [(run, self._batch(run.batch_id)) for run in report.runs]
-        return [(run.end_layer - run.first_layer, batch.num_tokens) for run, batch in ran if batch is not None]
-
     def _work_through(self, report: LaneReport | None) -> float:
         """The prefill work of the layers that were run in a step."""
         work = 0.0

@@ -127,7 +127,7 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         if self._counters is not None:
             self._counters.done(scheduler_output, order_of(scheduler_output), report)
         if report is not None and scheduler_output.num_scheduled_tokens:  # else all layers are launched at once
-            self._admission.launched(self._layers_and_tokens(report))
+            self._admission.launched(sum(run.end_layer - run.first_layer for run in report.runs))
         from_lane = {} if report is None else self._update_lane(report)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._counters is not None:
@@ -196,8 +196,7 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         self.max_num_active_reqs = max(0, max_active - len(others))
         self.prev_step_scheduled_req_ids = self._prefill_prev_step
         try:
-            tokens = self._admission.tokens(self._tokens_left_of_first(prefilling))
-            with self._visible(prefilling, hidden_before=others), self._limited_to(tokens):
+            with self._visible(prefilling, hidden_before=others), self._limited_to(self._admission.most_tokens):
                 output = super().schedule()
         finally:
             self.max_num_active_reqs, self.prev_step_scheduled_req_ids = max_active, prev_step

@@ -63,9 +63,7 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.taken = []  # blocks that no request may have
 
-    def fresh(
-        self, layers: int = 1, chunk: int = 256, report_delay: int = 0, batches: int = 1, shortest_batch: int = 1024
-    ) -> Engine:
+    def fresh(self, layers: int = 1, chunk: int = 256, report_delay: int = 0, batches: int = 1) -> Engine:
         """As it was when it started, but for the settings."""
         self.settle()
         assert self.scheduler.reset_prefix_cache()
@@ -77,7 +75,6 @@ class Engine:
             if isinstance(self.worker, StandInPDMuxWorker):
                 self.worker.slow_device.delay = report_delay
             self.scheduler._admission = Admission(LAYERS, batches, None)
-            self.scheduler._admission.shortest_tokens = shortest_batch
         return self
 
     def run(

@@ -175,16 +175,6 @@ def test_the_lane_runs_empty_where_fused_steps_are_better(engines, monkeypatch):
     assert 1 <= len(begun) <= 3 and fused
 
 
-@pytest.mark.parametrize(("shortest", "largest"), [(1024, 200), (80, 80), (20, 50)])
-def test_prompts_share_a_batch_only_until_it_is_long_enough(engines, shortest, largest):
-    """All of a batch have their first token when it ends."""
-    with engines.lend(True, True) as engine:
-        engine.fresh(1, 256, 0, 2, shortest)
-        arrivals = [*chats(), *(late(f"long{i}", 50, seed=100 + i) for i in range(4))]
-        assert_answers(engine.run(arrivals), arrivals)
-        assert max(step.prefill_tokens for step in engine.scheduler.pdmux_trace.steps) == largest
-
-
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_stop_ids(pdmux, at):
     """The scheduler learns of a stop one step too late: the token behind it is dropped."""
@@ -458,7 +448,6 @@ class Schedule:
     fused: tuple[int, int] | None  # of FUSED
     chunk: int
     report_delay: int
-    shortest_batch: int
     batches: int  # in the lane at most
     max_active: int
     disturbances: dict[int, Callable]  # by the step after which they happen
@@ -530,7 +519,6 @@ def schedules_of(plans, sessions):
         fused=st.sampled_from(FUSED),
         chunk=st.sampled_from([16, 50, 256]),
         report_delay=st.integers(0, 2),
-        shortest_batch=st.sampled_from([1024, 30]),
         batches=st.integers(1, 2),
         max_active=st.sampled_from([16, 16, 16, 16, 3, 2, 1]),
         disturbances=st.dictionaries(
@@ -622,7 +610,7 @@ random_schedules = settings(
 def test_any_schedule(engines, use_v2, schedule):
     with engines.lend(True, use_v2) as engine:
         batches = schedule.batches if use_v2 else 1
-        engine.fresh(schedule.layers, schedule.chunk, schedule.report_delay, batches, schedule.shortest_batch)
+        engine.fresh(schedule.layers, schedule.chunk, schedule.report_delay, batches)
         fuse_now_and_then(engine.scheduler, schedule.fused)
         with LaneWatch(engine) as watch:
             check_schedule(engine, schedule, watch.check_step)

@@ -182,7 +182,7 @@ def races(engines, use_v2, schedule, seed, kind=Device):
         patch.setattr(lane_device.torch.cuda, "Event", Event)
         patch.setattr(Event, "gpu", gpu, raising=False)
         Watched(engine, gpu, kind(gpu), patch)
-        engine.fresh(schedule.layers, schedule.chunk, 0, schedule.batches if use_v2 else 1, schedule.shortest_batch)
+        engine.fresh(schedule.layers, schedule.chunk, 0, schedule.batches if use_v2 else 1)
         engine.scheduler._pdmux_policy = Groups(seed, schedule.layers)
         fuse_now_and_then(engine.scheduler, schedule.fused)
         test_async.check_schedule(engine, schedule, lambda: None)
