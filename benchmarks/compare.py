@@ -6,7 +6,8 @@
 For each setting of the plugin: its ITL, its prefill throughput, what stock reaches at the same ITL p50 and at the same
 ITL p99, and the ratio. Stock's curve is a straight line between two chunk sizes that were measured, its best where they
 are out of order; below the smallest ITL that stock has beside prefill there is nothing to compare with ("-"), and
-beyond its largest chunk the largest is taken. A cell that is in several files is read from the last of them.
+beyond its largest chunk the largest is taken. Where several files have a cell, each arm is read from the last of them
+that has it.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ def main() -> None:
 
 
 def latest(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The summaries of several files as one; of a cell the last file's."""
-    by_cell: dict[str, list[dict[str, Any]]] = {}
+    """The summaries of several files as one; of an arm in a cell the last file's that has it."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in results:
-        cells: dict[str, list[dict[str, Any]]] = {}
+        mine: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in result["summary"]:
-            cells.setdefault(row["cell"], []).append(row)
-        by_cell |= cells
-    return [row for rows in by_cell.values() for row in rows]
+            mine.setdefault((row["cell"], row["arm"]), []).append(row)
+        found |= mine
+    return [row for rows in found.values() for row in rows]
 
 
 def compare(summary: list[dict[str, Any]]) -> list[list[str]]:
