@@ -2,6 +2,7 @@
 """The benchmarks run, at a size that says nothing of speed, so that they do not rot."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,20 @@ def test_the_comparison_reads_every_committed_frontier():
         tuple(line.split(" | ")[:2]) for line in run.stdout.splitlines() if "capped:" in line or "disjoint:" in line
     }
     assert len(files) == 6 and len(rows) == 24
+
+
+def test_the_picture_in_the_readme_is_that_of_the_committed_frontiers(tmp_path):
+    files = sorted((BENCHMARKS / "results").glob("frontier-*.json"))
+    pictures = [tmp_path / "one.svg", tmp_path / "again.svg"]
+    for picture in pictures:
+        command = [sys.executable, "plot.py", *files, "--out", picture]
+        subprocess.run(command, cwd=BENCHMARKS, capture_output=True, timeout=120, check=True)
+    made, again = (picture.read_text() for picture in pictures)
+    assert made == again
+    committed = (BENCHMARKS.parent / "docs" / "frontier-h200.svg").read_text()
+    texts = [re.findall("<text[^>]*>([^<]+)</text>", picture) for picture in (made, committed)]
+    assert texts[0] == texts[1] and "stock, by chunk" in texts[0] and texts[0].count("disjoint, by SMs of prefill") == 1
+    assert "docs/frontier-h200.svg" in (BENCHMARKS.parent / "README.md").read_text()
 
 
 def test_the_profile_is_made_of_the_committed_frontiers():
