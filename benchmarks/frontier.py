@@ -62,6 +62,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measure_on(args: argparse.Namespace, engines: dict[str, Process], ready: dict[str, dict[str, Any]]) -> None:
+    """All cells, on engines that are up and have said `ready`."""
+    results = Results(args)
+    results.arms |= ready
+    measure(args, engines, results)
+
+
 def measure(args: argparse.Namespace, engines: dict[str, Process], results: Results) -> None:
     """All cells, on engines that are up."""
     for arm, engine in engines.items():

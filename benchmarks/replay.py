@@ -41,7 +41,7 @@ def main() -> None:
     args = arguments()
     engines = {arm: Process(arm, args) for arm in (("stock", "pdmux") if args.stock else ("pdmux",))}
     ready = {arm: engine.answer() for arm, engine in engines.items()}  # none starts while another measures
-    measure(args, engines, ready)
+    measure_on(args, engines, ready)
     for engine in engines.values():
         engine.close()
 
@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, engines: dict[str, Process], ready: dict[str, dict[str, Any]]) -> None:
+def measure_on(args: argparse.Namespace, engines: dict[str, Process], ready: dict[str, dict[str, Any]]) -> None:
     """All traces, on engines that are up and have said `ready`."""
     targets = [tuple(map(float, pair.split(":"))) for pair in args.targets.split(",")]
     profile = read_profile(args.profile) if args.profile else None

@@ -71,6 +71,42 @@ def test_a_replay_serves_a_trace_in_every_arm(tmp_path):
     assert all(sum(row["steps"].values()) > 0 for row in results["rows"][2:])
 
 
+TOGETHER = "--shape toy --groups capped:100 --kv-gib 1"
+
+
+def together(*commands):
+    command = [sys.executable, "together.py", *commands]
+    return subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300)
+
+
+def test_benchmarks_together_start_their_engines_once_and_one_that_fails_stops_none(tmp_path):
+    trace, out = tmp_path / "trace.csv", [tmp_path / name for name in ("wrong.json", "frontier.json", "replay.json")]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00.0000000,40,5\n")
+    replay = f"replay --trace {trace} --speed 1 --seconds 1 --targets 60000:60000 --stock 64 {TOGETHER} --out {out[2]}"
+    frontier = f"frontier --cells 3:64:200 --prompts 2 --chunks 32 --rounds 1 {TOGETHER} --out"
+    too_long = frontier.replace("3:64:200", "3:64:100000")
+    run = together(f"{too_long} {out[0]}", f"{frontier} {out[1]}", replay)
+    assert run.returncode == 1 and run.stderr.count("together.py: frontier ") == 1, run.stderr[-3000:]
+    assert not out[0].exists()
+    for file, name, rows in ((out[1], "frontier.py", 2), (out[2], "replay.py", 3)):
+        found = json.loads(file.read_text())
+        assert len(found["rows"]) == rows and name in found["command"]
+    assert json.loads(out[1].read_text())["arms"]["stock"]["ready_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("commands", "problem"),
+    [
+        (["handover --tokens 5"], "a command begins with handover: it must be one of frontier, replay"),
+        (["frontier --kv-gib 2", "frontier --kv-gib 3"], "--kv-gib is 2.0 and 3.0 in two commands"),
+        (["frontier --groups capped:84", "frontier"], "--groups is capped:84 and capped:100,"),
+    ],
+)
+def test_benchmarks_that_cannot_be_together_are_named(commands, problem):
+    run = together(*commands)
+    assert run.returncode == 2 and problem in run.stderr
+
+
 def test_two_engines_cannot_both_have_all_memory(tmp_path):
     command = [sys.executable, "replay.py", "--trace", "trace.csv", "--speed", "1"]
     run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300)
