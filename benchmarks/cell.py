@@ -209,7 +209,7 @@ class Engine:
 
             group = self._groups.index(setting) + 1
             self._scheduler._pdmux_policy = FixedPolicy(group, len(self._groups), LayerRule(ALL_LAYERS))
-            self._scheduler._step_clock, self._scheduler._prompt_work = None, PromptWork()
+            self._scheduler._observer, self._scheduler._prompt_work = None, PromptWork()
 
     def _use_slo(self, setting: str) -> None:
         """A policy keeps what it has learned from one measurement to the next, as it would in a server."""
@@ -217,7 +217,7 @@ class Engine:
         from vllm_pdmux.calibration.chosen import prior_of
         from vllm_pdmux.model_size import decode_alone, prompt_work
         from vllm_pdmux.policy_from_config import build_policy
-        from vllm_pdmux.step_clock import StepClock
+        from vllm_pdmux.observer import Observer
 
         scheduler = self._scheduler
         if setting not in self._policies:
@@ -228,8 +228,8 @@ class Engine:
             if self._profile is not None:
                 prior, work = prior_of(self._profile, len(self._groups)), self._profile.prompt_work
             policy = build_policy(config, len(self._groups), self._is_gpu, alone, work, log, prior)
-            self._policies[setting] = policy, StepClock(policy, work), work
-        scheduler._pdmux_policy, scheduler._step_clock, scheduler._prompt_work = self._policies[setting]
+            self._policies[setting] = policy, Observer(policy, work), work
+        scheduler._pdmux_policy, scheduler._observer, scheduler._prompt_work = self._policies[setting]
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(10, shapes.vocabulary(self._args.shape)) for _ in range(tokens)]

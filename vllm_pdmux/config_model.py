@@ -173,6 +173,9 @@ class PDMuxConfig(BaseModel):
         description="threaded: prefill runs beside decode. serial: no second thread, all layers at once; for tests.",
     )
     trace_steps: int = Field(0, ge=0, description="Number of last steps that the scheduler keeps a record of; 0: none.")
+    trace_file: str | None = Field(
+        None, min_length=1, description="Where to write each step, for Perfetto or chrome://tracing; unset: nowhere."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "PDMuxConfig":

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from vllm_pdmux.messages import LaneReport
 from vllm_pdmux.policy import Load, Policy, Prompt, PromptWork
 from vllm_pdmux.prefill_batch import PrefillBatch
-from vllm_pdmux.step_clock import StepClock
+from vllm_pdmux.observer import Observer
 
 
 MOST_WAITING = 32  # prompts whose work is added up in each step
@@ -27,7 +27,7 @@ class Loads:
     _prompt_work: PromptWork
     _model_layers: int
     _batches: deque[PrefillBatch]  # in the lane, in order
-    _step_clock: StepClock | None  # None: the policy does not learn
+    _observer: Observer | None  # None: the policy does not learn
 
     def _tokens_of_fused_step(self) -> int:
         """Of a step in which stock vLLM prefills and decodes in one batch; 0: the lanes do it."""
@@ -55,7 +55,7 @@ class Loads:
         decoding = list(output.num_scheduled_tokens)
         decoding = decoding or [request.request_id for request in self._batches[0].alive(self.requests)]
         context_tokens, oldest_wait_ms = 0, 0.0
-        if self._step_clock is not None:
+        if self._observer is not None:
             context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)
             in_lane = [request for one in self._batches for request in one.alive(self.requests)]
             oldest_wait_ms = self._oldest_wait_ms(in_lane)
@@ -87,7 +87,7 @@ class Loads:
 
     def _is_overtaken(self, begun: list[Request]) -> bool:
         """Whether a batch leaves out the first prompt that is half done, for another one or the first that waits."""
-        if self._step_clock is None or not begun or self.policy != SchedulingPolicy.FCFS:
+        if self._observer is None or not begun or self.policy != SchedulingPolicy.FCFS:
             return False
         now_s = time.time()
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
@@ -39,8 +40,10 @@ from vllm_pdmux.policy import PromptWork
 from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
 from vllm_pdmux.residency import Residency
-from vllm_pdmux.step_clock import StepClock
+from vllm_pdmux.observer import Observer
+from vllm_pdmux.step_times import StepTime, StepTimes
 from vllm_pdmux.trace import StepTrace
+from vllm_pdmux.trace_file import TraceFile
 
 logger = init_logger("vllm.pdmux.scheduler")
 
@@ -71,10 +74,12 @@ class PDMuxSchedulerMixin(Hiding, Loads):
             if profile := chosen_profile(self.vllm_config, settings, _say, _warn):
                 prior, self._prompt_work = prior_of(profile, splits), profile.prompt_work
         self._pdmux_policy = build_policy(settings, splits, is_gpu, alone, self._prompt_work, _warn, prior)
-        self._step_clock = StepClock(self._pdmux_policy, self._prompt_work) if self._pdmux_policy.observes else None
+        self._observer = Observer(self._pdmux_policy, self._prompt_work) if self._pdmux_policy.observes else None
         self._residency = Residency() if self.use_v2_model_runner else None
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
-        self.pdmux_trace = StepTrace(settings.trace_steps)
+        self._step_times = StepTimes()
+        self._trace_file = TraceFile(Path(settings.trace_file), _warn) if settings.trace_file is not None else None
+        self.pdmux_trace = StepTrace(settings.trace_steps, [self._trace_file.add] if self._trace_file else [])
         self._counters = Counters(splits, learns) if self.log_stats and wire.is_read(os.environ) else None
         self._shares = wire.Shares()
         self._batches: deque[PrefillBatch] = deque()  # in the lane, in order
@@ -121,11 +126,8 @@ class PDMuxSchedulerMixin(Hiding, Loads):
     ) -> dict[int, EngineCoreOutputs]:
         """Both lanes' results of a step, as one set of outputs."""
         report = report_of(model_runner_output)
-        if self._step_clock is not None:
-            is_saturated = report is not None and report.is_saturated
-            self._step_clock.done(scheduler_output, self._work_through(report), is_saturated)
-        if self._counters is not None:
-            self._counters.done(scheduler_output, order_of(scheduler_output), report)
+        if (took := self._step_times.done(scheduler_output, report)) is not None:
+            self._tell_of(scheduler_output, took, report)
         if report is not None and scheduler_output.num_scheduled_tokens:  # else all layers are launched at once
             self._admission.launched(sum(run.end_layer - run.first_layer for run in report.runs))
         from_lane = {} if report is None else self._update_lane(report)
@@ -133,8 +135,16 @@ class PDMuxSchedulerMixin(Hiding, Loads):
         if self._counters is not None:
             self._counters.look_at(self._pdmux_policy, len(self._batches))
             wire.attach(outputs, self._counters.values, self._shares)
-        self.pdmux_trace.record(scheduler_output, order_of(scheduler_output), report)
         return merge_outputs(outputs, from_lane)
+
+    def _tell_of(self, output: SchedulerOutput, took: StepTime, report: LaneReport | None) -> None:
+        """A step with something in it has come back."""
+        if self._observer is not None:
+            is_saturated = report is not None and report.is_saturated
+            self._observer.done(output, took, self._work_through(report), is_saturated)
+        if self._counters is not None:
+            self._counters.done(output, took, order_of(output), report)
+        self.pdmux_trace.record(output, took, order_of(output), report)
 
     def _stock_step(self, throttle_prefills: bool) -> SchedulerOutput:
         """A step of the stock scheduler, all requests visible."""
@@ -142,10 +152,9 @@ class PDMuxSchedulerMixin(Hiding, Loads):
 
     def _with_order(self, output: SchedulerOutput, order: PrefillOrder) -> SchedulerOutput:
         order = self._take_drop(order)
-        if self._step_clock is not None:
-            self._step_clock.scheduled(output, order, self.requests)
-        if self._counters is not None:
-            self._counters.scheduled(output)
+        if self._observer is not None:
+            self._observer.scheduled(output, order, self.requests)
+        self._step_times.scheduled(output)
         return attach_order(output, order)
 
     def _may_fuse(self) -> bool:
@@ -348,6 +357,11 @@ class PDMuxSchedulerMixin(Hiding, Loads):
             if self._batches:
                 self._drop_batches()  # stock preempts all that run, which those of the batch now do
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def shutdown(self) -> None:
+        if self._trace_file is not None:
+            self._trace_file.close()
+        super().shutdown()
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)

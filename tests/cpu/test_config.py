@@ -78,6 +78,7 @@ def test_nothing_given_is_all_defaults():
         "graph_capture_s": 30.0,
         "lane": "threaded",
         "trace_steps": 0,
+        "trace_file": None,
     }
     assert set(resolved.origins) == set(PDMuxConfig.model_fields)
     assert set(resolved.origins.values()) == {"default"}

@@ -11,7 +11,6 @@ import prometheus_client
 import pytest
 import tiny_model
 from driver import Arrival, prompt
-from hand_clock import HandClock
 from metrics_page import Page
 from vllm import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
@@ -22,6 +21,7 @@ from vllm_pdmux.metrics.counters import Counters
 from vllm_pdmux.metrics.definitions import PREFIX, group_labels, metrics
 from vllm_pdmux.metrics.exported import Exported
 from vllm_pdmux.metrics.log_line import log_line
+from vllm_pdmux.step_times import StepTime
 from vllm_pdmux.worker.gpu import PDMuxGPUWorker
 from vllm_pdmux.worker.launched import LaunchedBatches, PendingReport
 from vllm_pdmux.worker.worker import PDMuxWorkerMixin
@@ -40,13 +40,8 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture
-def clock():
-    return HandClock()
-
-
-@pytest.fixture
-def counters(clock):
-    return Counters(SPLITS, True, clock)
+def counters():
+    return Counters(SPLITS, True)
 
 
 def step(*tokens):
@@ -54,9 +49,8 @@ def step(*tokens):
     return SimpleNamespace(num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(tokens))
 
 
-def run(counters, output, order=PrefillOrder(), report=None):
-    counters.scheduled(output)
-    counters.done(output, order, report)
+def run(counters, output, order=PrefillOrder(), report=None, took=StepTime(1.0, 1.25)):
+    counters.done(output, took, order, report)
 
 
 def value(counters, key):
@@ -75,7 +69,6 @@ def beside(counters, group, first=0, end=2, **report):
         ((200, 100), None, "prefill"),
         ((1, 1), LaneReport(0), "beside"),
         ((), LaneReport(0), "prefill"),
-        ((), None, None),
     ],
 )
 def test_a_step_has_one_kind(counters, tokens, report, kind):
@@ -85,18 +78,10 @@ def test_a_step_has_one_kind(counters, tokens, report, kind):
     assert kinds == {each: int(each == kind) for each in kinds}
 
 
-def test_the_time_of_a_step_begins_when_it_was_scheduled_or_when_the_one_before_came_back(counters, clock):
-    first, second = step(1), step(1)
-    order, report = PrefillOrder(0, 2, group=2), LaneReport(0)
-    clock.now_s = 10.0
-    counters.scheduled(first)
-    clock.now_s = 10.5
-    counters.scheduled(second)  # queued behind the first
-    clock.now_s = 11.0
-    counters.done(first, order, report)
-    assert value(counters, "beside_seconds_total/2") == 1_000_000
-    clock.now_s = 11.25
-    counters.done(second, order, report)
+def test_the_time_beside_prefill_is_that_of_its_steps(counters):
+    beside(counters, 2)
+    run(counters, step(1, 1), PrefillOrder(0, 2, group=2), LaneReport(0), StepTime(2.0, 3.0))
+    run(counters, step(1, 1), took=StepTime(3.0, 9.0))
     assert value(counters, "beside_seconds_total/2") == 1_250_000
 
 

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import tiny_model
 from driver import ENGINE, Arrival, prompt
-from hand_clock import HandClock
 from tokens import assert_same
 from vllm import SamplingParams
 
 from vllm_pdmux.loads import Loads
 from vllm_pdmux.messages import PrefillOrder
+from vllm_pdmux.observer import Observer
 from vllm_pdmux.policy import Kind, Mix, OffPolicy, PromptWork, SloPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.table import TablePolicy
-from vllm_pdmux.step_clock import StepClock
+from vllm_pdmux.step_times import StepTime
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -69,7 +69,7 @@ class Spy:
 def use(driver, policy):
     scheduler = driver.scheduler
     scheduler._prompt_work = PromptWork()  # tokens as they are
-    scheduler._pdmux_policy, scheduler._step_clock = policy, StepClock(policy, PromptWork())
+    scheduler._pdmux_policy, scheduler._observer = policy, Observer(policy, PromptWork())
     return policy
 
 
@@ -197,7 +197,7 @@ def test_nobody_is_overtaken_twice_in_succession(slo):
 
 
 def test_off_is_stock_vllm_through_the_plugin(slo, stock):
-    slo.scheduler._pdmux_policy, slo.scheduler._step_clock = OffPolicy(6), None
+    slo.scheduler._pdmux_policy, slo.scheduler._observer = OffPolicy(6), None
     assert_same(slo.run(arrivals()), stock.run(arrivals()))
     steps = slo.scheduler.pdmux_trace.steps
     assert steps and not any(step.batch_id is not None or step.end_layer for step in steps)
@@ -217,67 +217,26 @@ def test_a_preempted_request_at_the_head_of_the_queue_hides_no_prompt_behind_it(
     assert loads._oldest_wait_ms([]) > 25_000, "half done, and in no batch"
 
 
-class TestClock:
-    """A step takes from when it was scheduled, or from when the one before came back if that was later."""
-
-    def test_steps_that_queue_up_take_what_lies_between_their_outputs(self):
-        spy, clock = Spy(), HandClock()
-        steps = StepClock(spy, PromptWork(), clock)
-        outputs = [scheduled(steps, clock, at) for at in (1.0, 1.1)]
-        for output, at in zip(outputs, (1.5, 1.8)):
-            clock.now_s = at
-            steps.done(output, 0.0, True)
-        assert [step.step_ms for step in spy.seen] == pytest.approx([500, 300])
-
-    def test_time_with_nothing_to_do_is_nobodys(self):
-        spy, clock = Spy(), HandClock()
-        steps = StepClock(spy, PromptWork(), clock)
-        for at in (1.0, 100.0):
-            output = scheduled(steps, clock, at)
-            clock.now_s += 0.02
-            steps.done(output, 0.0, True)
-        assert [step.step_ms for step in spy.seen] == pytest.approx([20, 20])
-
-    @pytest.mark.parametrize("is_saturated", [False, True])
-    def test_a_step_whose_lane_ran_dry_says_nothing(self, is_saturated):
-        spy, clock = Spy(), HandClock()
-        steps = StepClock(spy, PromptWork(), clock)
-        output = scheduled(steps, clock, 1.0, PrefillOrder(batch_id=3, group=2))
-        clock.now_s = 1.5
-        steps.done(output, 70.0, is_saturated)
-        assert [(step.kind, step.group, step.prefill_work) for step in spy.seen] == [
-            (Kind.BESIDE, 2, 70.0)
-        ] * is_saturated
-
-    def test_an_empty_step_that_comes_back_late_takes_nothing_from_the_next(self):
-        """The host launches a prompt for 30 ms before it looks for the step before, which had nothing in it."""
-        spy, clock = Spy(), HandClock()
-        steps = StepClock(spy, PromptWork(), clock)
-        clock.now_s = 0.99
-        empty = Output({})
-        steps.scheduled(empty, PrefillOrder(), {})
-        output = scheduled(steps, clock, 1.0)
-        for one, at in ((empty, 1.03), (output, 1.2)):
-            clock.now_s = at
-            steps.done(one, 0.0, True)
-        assert [step.step_ms for step in spy.seen] == pytest.approx([200])
-
-    def test_a_step_that_was_not_seen_when_it_was_scheduled_is_not_told(self):
-        spy, clock = Spy(), HandClock()
-        StepClock(spy, PromptWork(), clock).done(Output({}), 0.0, True)
-        assert spy.seen == []
-
-
 class Output:
     def __init__(self, num_scheduled_tokens):
         self.num_scheduled_tokens = num_scheduled_tokens
 
 
-def scheduled(steps, clock, at, order=PrefillOrder()):
-    clock.now_s = at
-    output = Output({"one": 1})
-    steps.scheduled(output, order, {"one": SimpleNamespace(num_computed_tokens=5)})
-    return output
+@pytest.mark.parametrize("is_saturated", [False, True])
+def test_a_step_whose_lane_ran_dry_says_nothing(is_saturated):
+    spy, output = Spy(), Output({"one": 1})
+    observer = Observer(spy, PromptWork())
+    observer.scheduled(output, PrefillOrder(batch_id=3, group=2), {"one": SimpleNamespace(num_computed_tokens=5)})
+    observer.done(output, StepTime(1.0, 1.5), 70.0, is_saturated)
+    assert [(step.kind, step.group, step.prefill_work, step.step_ms) for step in spy.seen] == [
+        (Kind.BESIDE, 2, 70.0, 500.0)
+    ] * is_saturated
+
+
+def test_a_step_that_was_not_seen_when_it_was_scheduled_is_not_told():
+    spy = Spy()
+    Observer(spy, PromptWork()).done(Output({}), StepTime(1.0, 1.5), 0.0, True)
+    assert spy.seen == []
 
 
 def test_the_size_of_a_model_is_near_what_it_is(slo):

@@ -6,7 +6,7 @@ import threading
 from driver import LANE_THREAD
 
 from vllm_pdmux.policy import PromptWork
-from vllm_pdmux.step_clock import StepClock
+from vllm_pdmux.observer import Observer
 
 # A schedule's stock steps between those of the lanes: prompt tokens, and every how many times.
 FUSED = [None, None, (16, 2), (40, 3), (200, 2)]
@@ -38,10 +38,10 @@ class Fusing:
 
 def fuse_now_and_then(scheduler, fused):
     """Let the scheduler take stock steps of `fused` = (prompt tokens, every how many times) in between; None: never."""
-    scheduler._step_clock = None
+    scheduler._observer = None
     if fused is not None:
         scheduler._pdmux_policy = Fusing(scheduler._pdmux_policy, *fused)
-        scheduler._step_clock = StepClock(scheduler._pdmux_policy, PromptWork(1000))
+        scheduler._observer = Observer(scheduler._pdmux_policy, PromptWork(1000))
 
 
 class Watch:

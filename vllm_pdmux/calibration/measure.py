@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a real engine in this process: steps of either lane alone, and of both in each division.
 
-Times are those that a policy is told (`StepClock`), so a calibration and what is learned while serving mean the same.
+Times are those that a policy is told (`StepTimes`), so a calibration and what is learned while serving mean the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_pdmux.calibration.plan import (
     lane_prompt,
     prompts,
 )
-from vllm_pdmux.calibration.recorder import Clock, Recorder
+from vllm_pdmux.calibration.recorder import Recorder, RecordingObserver
 from vllm_pdmux.calibration.samples import BesideSample, DecodeSample, FusedSample, PrefillSample, Samples
 from vllm_pdmux.policy import Kind, Observation, PromptWork
 from vllm_pdmux.scheduler import PDMuxSchedulerMixin
@@ -239,8 +239,8 @@ class Meter:
         scheduler = self._scheduler
         if scheduler.requests:
             raise CalibrationError(f"the engine serves {len(scheduler.requests)} requests: calibrate when it is idle")
-        before = scheduler._pdmux_policy, scheduler._step_clock, scheduler._prompt_work
-        scheduler._pdmux_policy, scheduler._step_clock = self._recorder, Clock(self._recorder)
+        before = scheduler._pdmux_policy, scheduler._observer, scheduler._prompt_work
+        scheduler._pdmux_policy, scheduler._observer = self._recorder, RecordingObserver(self._recorder)
         scheduler._prompt_work = PromptWork()
         try:
             yield
@@ -248,7 +248,7 @@ class Meter:
             try:
                 self._stop()
             finally:
-                scheduler._pdmux_policy, scheduler._step_clock, scheduler._prompt_work = before
+                scheduler._pdmux_policy, scheduler._observer, scheduler._prompt_work = before
                 # Blocks that were made reusable hold KV of nothing.
                 if not scheduler.reset_prefix_cache():
                     raise CalibrationError("the prefix cache could not be emptied: start the engine again")

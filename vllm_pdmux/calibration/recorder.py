@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_pdmux.policy import ALL_LAYERS, Decision, FixedPolicy, LayerRule, Load, Observation, Prompt, PromptWork
-from vllm_pdmux.step_clock import StepClock
+from vllm_pdmux.observer import Observer
+from vllm_pdmux.step_times import StepTime
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -47,13 +48,13 @@ class Recorder:
         self.saturated.append(self.lane_was_saturated)
 
 
-class Clock(StepClock):
+class RecordingObserver(Observer):
     """Tells of every step, and whether the lane was saturated."""
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder, PromptWork())  # work in tokens
         self._recorder = recorder
 
-    def done(self, output: SchedulerOutput, beside_work: float, is_saturated: bool) -> None:
+    def done(self, output: SchedulerOutput, took: StepTime, beside_work: float, is_saturated: bool) -> None:
         self._recorder.lane_was_saturated = is_saturated
-        super().done(output, beside_work, True)
+        super().done(output, took, beside_work, True)

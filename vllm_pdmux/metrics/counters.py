@@ -3,50 +3,37 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_pdmux.messages import LaneReport, PrefillOrder
 from vllm_pdmux.metrics import definitions as names
 from vllm_pdmux.metrics.definitions import key_of
+from vllm_pdmux.step_times import StepTime
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-_SCHEDULED_S = "pdmux_scheduled_s"
 
 
 class Counters:
     """Integers by key, since the engine started. Only an engine that keeps statistics has one."""
 
-    def __init__(self, splits: int, has_target: bool, clock_s: Callable[[], float] = time.perf_counter):
+    def __init__(self, splits: int, has_target: bool):
         self.values = {key: 0 for metric in names.metrics(splits, has_target) for key in metric.keys()}
         self._all_for_decode = splits + 1  # the group
         self._has_target = has_target
         self._group: int | None = None  # of the last step beside prefill
-        self._clock_s = clock_s
-        self._last_s = clock_s()
 
-    def scheduled(self, output: SchedulerOutput) -> None:
-        """Note when the step `output` was scheduled."""
-        setattr(output, _SCHEDULED_S, self._clock_s())
-
-    def done(self, output: SchedulerOutput, order: PrefillOrder | None, report: LaneReport | None) -> None:
+    def done(
+        self, output: SchedulerOutput, took: StepTime, order: PrefillOrder | None, report: LaneReport | None
+    ) -> None:
         """The step `output` has come back."""
         kind = kind_of(output, report)
-        if kind is None:
-            return
-        # As `StepClock` has it: steps queue up, and there may be time between them.
-        now_s, last_s = self._clock_s(), self._last_s
-        self._last_s = now_s
         self._add(key_of(names.STEPS, kind))
         group = self._all_for_decode if kind == names.DECODE else 0
         if kind == names.BESIDE and order is not None and report is not None:
             group = order.group
             self._add(key_of(names.BESIDE_STEPS, group))
-            took_s = now_s - max(getattr(output, _SCHEDULED_S, last_s), last_s)
-            self._add(key_of(names.BESIDE_SECONDS, group), round(took_s * 1e6))
+            self._add(key_of(names.BESIDE_SECONDS, group), round(took.ms * 1e3))
             self._add(names.DIVISION_CHANGES, self._group not in (None, group))
             self._add(names.DRY_STEPS, not report.is_saturated)
             self._group = group
@@ -79,16 +66,14 @@ class Counters:
         self.values[key] = max(self.values[key], total)
 
 
-def kind_of(output: SchedulerOutput, report: LaneReport | None) -> str | None:
-    """What a step was; None: empty. A request with one token counts as decoding, which a prompt may have left too.
+def kind_of(output: SchedulerOutput, report: LaneReport | None) -> str:
+    """What a step with something in it was. A request with one token counts as decoding, which a prompt may have left.
 
     An order that came when its batch had ended has no report: then the step was stock's.
     """
     tokens = output.total_num_scheduled_tokens
     if report is not None:
         return names.BESIDE if tokens else names.PREFILL
-    if not tokens:
-        return None
     scheduled = output.num_scheduled_tokens
     if tokens == len(scheduled):
         return names.DECODE

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures engine steps for a policy that learns from them."""
+"""Tells a policy that learns of engine steps."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pdmux.messages import PrefillOrder, order_of
+from vllm_pdmux.messages import PrefillOrder
 from vllm_pdmux.policy import Kind, Observation, Policy, PromptWork
+from vllm_pdmux.step_times import StepTime
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,7 +22,6 @@ _STEP = "pdmux_step"
 class _Scheduled:
     """What a step was when it was scheduled."""
 
-    at_s: float
     kind: Kind
     decode_batch: int
     context_tokens: int
@@ -30,18 +29,11 @@ class _Scheduled:
     group: int
 
 
-class StepClock:
-    """Tells `policy` of each step when its output has come back.
+class Observer:
+    """Tells `policy` of each step when its output has come back."""
 
-    A step takes from when it was scheduled, or from when the step before it came back if that was later: under
-    asynchronous scheduling steps queue up, and with nothing to do there is time between them. A step with nothing in it
-    does not count: it comes back when the host looks for it, which may be after it has launched the next one.
-    """
-
-    def __init__(self, policy: Policy, work: PromptWork, clock_s: Callable[[], float] = time.perf_counter):
+    def __init__(self, policy: Policy, work: PromptWork):
         self._policy, self._work = policy, work
-        self._clock_s = clock_s
-        self._last_s = clock_s()
 
     def scheduled(self, output: SchedulerOutput, order: PrefillOrder, requests: Mapping[str, Request]) -> None:
         """Note the step `output` as it is scheduled."""
@@ -61,26 +53,21 @@ class StepClock:
                 (decode_batch > 0, prefill_work > 0)
             )
         if kind is not None:
-            step = _Scheduled(self._clock_s(), kind, decode_batch, context_tokens, prefill_work, order.group)
+            step = _Scheduled(kind, decode_batch, context_tokens, prefill_work, order.group)
             setattr(output, _STEP, step)
 
-    def done(self, output: SchedulerOutput, beside_work: float, is_saturated: bool) -> None:
+    def done(self, output: SchedulerOutput, took: StepTime, beside_work: float, is_saturated: bool) -> None:
         """The step `output` has come back; `beside_work`: of the prompts that went through the lane meanwhile.
 
         Where the lane was not `is_saturated` the step ran partly alone: it says nothing of either.
         """
-        order = order_of(output)
-        if not output.num_scheduled_tokens and (order is None or order.batch_id is None):
-            return
-        now_s, last_s = self._clock_s(), self._last_s
-        self._last_s = now_s
         step: _Scheduled | None = getattr(output, _STEP, None)
         if step is None or (step.kind is Kind.BESIDE and not is_saturated):
             return
         self._policy.observe(
             Observation(
                 kind=step.kind,
-                step_ms=(now_s - max(step.at_s, last_s)) * 1e3,
+                step_ms=took.ms,
                 decode_batch=step.decode_batch,
                 context_tokens=step.context_tokens,
                 prefill_work=beside_work if step.kind is Kind.BESIDE else step.prefill_work,
