@@ -133,7 +133,7 @@ def bound_names(path):
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOST = {
-    "method": Internal(SCHEDULER, "Scheduler", "_preempt_request", "scheduler"),
+    "method": Internal(SCHEDULER, "Scheduler", "_preempt_request", "leaving"),
     "attribute set in a method": Internal(SCHEDULER, "Scheduler", "kv_holding_waiting", "scheduler"),
     "field": Internal("vllm.config.parallel", "ParallelConfig", "worker_cls", "activation"),
     "member of an enumeration": Internal("vllm.v1.core.sched.interface", "PauseState", "PAUSED_ALL", "scheduler"),
