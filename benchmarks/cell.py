@@ -150,6 +150,7 @@ class Engine:
             decoding, lambda gaps, ended: len(ended) >= len(prompts) or time.perf_counter() > limit
         )
         done = tokens * len(ended) + sum(self._computed(one) for one in prompts if one not in ended)
+        rate = done / seconds
         self._engine.abort_request([*decoding, *prompts])
         for _ in range(6):
             self._engine.step()
@@ -158,7 +159,8 @@ class Engine:
             "itl_p50_ms": quantile(gaps, 0.5),
             "itl_p99_ms": quantile(gaps, 0.99),
             "itl_max_ms": max(gaps),
-            "prefill_tokens_per_s": done / seconds,
+            "prefill_tokens_per_s": rate,
+            "steady_tokens_per_s": steady_rate(list(ended.values()), tokens, rate),
             "steps": float(len(gaps)),
         }
 
@@ -246,19 +248,30 @@ class Engine:
         found = [one for name, one in self._scheduler.requests.items() if name.split("-")[0] == request_id]
         return found[0].num_computed_tokens if found else 0
 
-    def _gaps(self, decoding: set[str], until: Any) -> tuple[list[float], float, set[str]]:
+    def _gaps(self, decoding: set[str], until: Any) -> tuple[list[float], float, dict[str, float]]:
+        """Between decode steps, in ms; the seconds of it all; and after which of them each prompt has ended."""
         gaps: list[float] = []
-        ended: set[str] = set()
+        ended: dict[str, float] = {}
         start, last = time.perf_counter(), None
         while not until(gaps, ended):
             outputs = self._engine.step()
             now = time.perf_counter()
-            ended |= {output.request_id for output in outputs if output.request_id not in decoding}
+            for output in outputs:
+                if output.request_id not in decoding:
+                    ended.setdefault(output.request_id, now - start)
             if any(output.request_id in decoding for output in outputs):
                 if last is not None:
                     gaps.append((now - last) * 1e3)
                 last = now
         return gaps, time.perf_counter() - start, ended
+
+
+def steady_rate(ended_s: list[float], tokens: int, whole: float) -> float:
+    """Prefill tokens per second from the end of the first prompt to that of the last, which a run's own beginning and
+    end do not touch; that of the `whole` run where fewer than two prompts of `tokens` have ended."""
+    if len(ended_s) < 2 or max(ended_s) == min(ended_s):
+        return whole
+    return tokens * (len(ended_s) - 1) / (max(ended_s) - min(ended_s))
 
 
 def counted(observe: Callable[[Any], None], groups: list[str], steps: Counter) -> Callable[[Any], None]:

@@ -60,11 +60,11 @@ def compare(summary: list[dict[str, Any]]) -> list[list[str]]:
         if mine["arm"] != "pdmux":
             continue
         stock = [one for one in summary if one["arm"] == "stock" and one["cell"] == mine["cell"]]
-        rate = median(mine, "prefill_tokens_per_s")
+        rate = prefill_rate(mine)
         row = [mine["cell"], mine["setting"], *(f"{median(mine, name):.1f}" for name in ("itl_alone_ms", *ITLS))]
         row.append(f"{rate:,.0f}")
         for itl in ITLS:
-            there = at(median(mine, itl), [(median(one, itl), median(one, "prefill_tokens_per_s")) for one in stock])
+            there = at(median(mine, itl), [(median(one, itl), prefill_rate(one)) for one in stock])
             row += ["-", "-"] if there is None else [f"{there:,.0f}", f"{rate / there:.2f}"]
         rows.append(row)
     return rows
@@ -83,6 +83,11 @@ def at(itl_ms: float, points: list[tuple[float, float]]) -> float | None:
         if low[0] <= itl_ms < high[0]
     ]
     return max([best, *between])
+
+
+def prefill_rate(row: dict[str, Any]) -> float:
+    """In tokens per second; of older files that of whole runs, which have two or three steps without prefill."""
+    return median(row, "steady_tokens_per_s" if "steady_tokens_per_s" in row else "prefill_tokens_per_s")
 
 
 def median(row: dict[str, Any], name: str) -> float:

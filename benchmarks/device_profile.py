@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import shapes
-from compare import latest
+from compare import latest, prefill_rate
 from machine import command_line
 
 from vllm_pdmux.calibration.fit import errors, fit
@@ -86,7 +86,7 @@ def samples(results: list[dict[str, Any]], kv_tokens: int, total_sms: int) -> Sa
                 *size(row["cell"]),
                 PROMPT_TOKENS,
                 row["itl_p50_ms"]["median"],
-                row["prefill_tokens_per_s"]["median"],
+                prefill_rate(row),
                 row["itl_alone_ms"]["median"],
             )
             for row in rows

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from compare import latest
+from compare import latest, prefill_rate
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
@@ -101,8 +101,8 @@ def points(arm: str, rows: list[dict[str, Any]]) -> list[tuple[float, float, flo
         setting = str(row["setting"])
         kind, _, sms = setting.partition(":")
         if row["arm"] == "stock" if arm == "stock" else row["arm"] == "pdmux" and kind == arm:
-            p50, p99, rate = (row[name]["median"] for name in ("itl_p50_ms", "itl_p99_ms", "prefill_tokens_per_s"))
-            found.append((p50, p99, rate / 1e3, sms or setting))
+            p50, p99 = (row[name]["median"] for name in ("itl_p50_ms", "itl_p99_ms"))
+            found.append((p50, p99, prefill_rate(row) / 1e3, sms or setting))
     return found
 
 

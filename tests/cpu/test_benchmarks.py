@@ -35,6 +35,7 @@ def test_the_frontier_takes_turns_between_the_engines(tmp_path):
     order = [("stock", 32), ("pdmux", "capped:100"), ("stock", 64), ("pdmux", "slo:50")]
     assert [(row["arm"], row["setting"]) for row in results["rows"]] == order * 2
     assert all(row["itl_alone_ms"] > 0 and row["prefill_tokens_per_s"] > 0 for row in results["rows"])
+    assert all(row["steady_tokens_per_s"] > 0 for row in results["rows"])
     assert all(arm["kv_tokens"] > 0 and arm["ready_s"] > 0 for arm in results["arms"].values())
     assert "frontier.py" in results["command"]
 
@@ -138,6 +139,14 @@ def test_requests_within_targets_are_those_that_were_answered_in_time():
     assert share_within(found["seen"], 100.0, 20.0) == share_within(found["seen"], 1000.0, 20.0) == 1 / 3
     assert share_within(found["seen"], 1000.0, 100.0) == 2 / 3
     assert found["tokens"] == 7 and found["itl_max_ms"] == 100.0
+
+
+def test_the_steady_rate_is_that_between_the_ends_of_prompts():
+    sys.path.insert(0, str(BENCHMARKS))
+    from cell import steady_rate
+
+    assert steady_rate([0.5, 0.9, 1.3], 4000, 1.0) == pytest.approx(10_000)
+    assert steady_rate([0.5], 4000, 7.0) == steady_rate([], 4000, 7.0) == steady_rate([0.5, 0.5], 4000, 7.0) == 7.0
 
 
 def test_the_comparison_reads_stock_at_the_same_itl():
