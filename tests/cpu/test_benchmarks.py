@@ -114,6 +114,21 @@ def test_two_engines_cannot_both_have_all_memory(tmp_path):
     assert run.returncode == 2 and "--kv-gib is not given, and two engines would both take all memory" in run.stderr
 
 
+def test_a_sweep_simulates_every_case(tmp_path):
+    rows = [f"2023-11-16 18:15:{second:02d}.0000000,3000,20" for second in range(20)]
+    (tmp_path / "made-up.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    profile, out = BENCHMARKS / "results" / "profile-h200-llama-8b.json", tmp_path / "sweep.json"
+    options = ["--profile", profile, "--traces", tmp_path, "--speeds", "made-up.csv=1:4", "--targets", "12:1000,1:1"]
+    command = [sys.executable, "sweep.py", *map(str, options), "--out", str(out)]
+    subprocess.run(command, cwd=BENCHMARKS, capture_output=True, timeout=120, check=True)
+    found = json.loads(out.read_text())["rows"]
+    assert [(row["speed"], row["itl_slo_ms"]) for row in found] == [(1, 12), (1, 1), (4, 12), (4, 1)]
+    assert [row["slo"] for row in found] == [1.0, 0.0, 1.0, 0.0]
+    for row in found:
+        assert row["best_division"] == max(row["divisions"].values()) and len(row["divisions"]) == 6
+        assert row["best_chunk"] == max(row["chunks"].values()) and len(row["chunks"]) == 5
+
+
 def test_equal_hashes_of_a_trace_are_equal_tokens():
     sys.path.insert(0, str(BENCHMARKS))
     from arrivals import BLOCK_TOKENS, Request
