@@ -2,6 +2,7 @@
 """The benchmarks run, at a size that says nothing of speed, so that they do not rot."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -127,6 +128,58 @@ def test_a_sweep_simulates_every_case(tmp_path):
     for row in found:
         assert row["best_division"] == max(row["divisions"].values()) and len(row["divisions"]) == 6
         assert row["best_chunk"] == max(row["chunks"].values()) and len(row["chunks"]) == 5
+
+
+def test_goodput_of_real_servers(tmp_path):
+    trace, out = tmp_path / "trace.csv", tmp_path / "goodput.json"
+    rows = [f"2023-11-16 18:15:{second:02d}.0000000,{60 + 40 * second},5" for second in range(9)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    load = ["--trace", trace, "--speeds", "1,4", "--seconds", "2", "--targets", "60000:60000,1:1", "--shape", "toy"]
+    arms = ["--arm", "stock --max-num-batched-tokens 256", "--arm", 'pdmux {"layers_per_group": 2}']
+    options = "--max-model-len 1024 --enforce-eager --max-num-seqs 8 --gpu-memory-utilization 0.1"
+    command = [sys.executable, "goodput.py", *map(str, load), *arms, "--options", options, "--out", str(out)]
+    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300, env=environ)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    found = json.loads(out.read_text())
+    assert [(row["arm"].split()[0], row["speed"]) for row in found["rows"]] == [
+        ("stock", 1), ("stock", 4), ("pdmux", 1), ("pdmux", 4)
+    ]  # fmt: skip
+    for row in found["rows"]:
+        assert row["answered"] == {1: 3, 4: 9}[row["speed"]] and row["errors"] == []
+        assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"] and 0 < row["itl_p50_ms"] <= row["itl_max_ms"]
+        assert row["within"] == {
+            "60000:60000": {"tpot": 1.0, "itl_p95": 1.0},
+            "1:1": {"tpot": 0.0, "itl_p95": 0.0},
+        }
+    for arm in found["arms"]:
+        assert arm["goodput"]["60000:60000"]["tpot"]["0.99"] == 4.5 and arm["goodput"]["1:1"]["tpot"]["0.95"] == 0
+
+
+def test_goodput_is_the_rate_below_which_all_speeds_keep_the_targets():
+    sys.path.insert(0, str(BENCHMARKS))
+    from goodput import goodput
+
+    shares = [(1.0, 1.0), (0.99, 0.96), (0.94, 0.9), (1.0, 1.0)]  # the last one is luck
+    rows = [
+        {"requests_per_s": 2.0 * number, "within": {"12:1000": {"tpot": tpot, "itl_p95": itl}}}
+        for number, (tpot, itl) in enumerate(shares, start=1)
+    ]
+    found = goodput(rows, [(12.0, 1000.0)])["12:1000"]
+    assert found == {"tpot": {"0.95": 4.0, "0.99": 4.0}, "itl_p95": {"0.95": 4.0, "0.99": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("arm", "problem"),
+    [
+        ("vanilla", "--arm is 'vanilla' but must be 'stock [OPTIONS]' or 'pdmux JSON [OPTIONS]'"),
+        ("pdmux itl_slo_ms=12", "what follows pdmux must be its settings as JSON"),
+    ],
+)
+def test_an_arm_that_is_none_is_named(arm, problem):
+    command = [sys.executable, "goodput.py", "--trace", "t.csv", "--speeds", "1", "--arm", arm]
+    run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and problem in run.stderr
 
 
 def test_equal_hashes_of_a_trace_are_equal_tokens():
