@@ -19,6 +19,7 @@ __all__ = ["ENVIRONMENT_VARIABLE", "ConfigError", "PDMuxConfig", "Resolved", "re
 ENVIRONMENT_VARIABLE = "PDMUX_CONFIG"
 DEFAULT_ORIGIN = "default"
 INLINE_ORIGIN = "additional_config"
+IMPLIED = "implied by "
 INLINE_LABEL = "additional_config['pdmux']"
 # What SGLang uses when its file does not say; without such a file the layer rule has a default of its own.
 SGLANG_TOKEN_BUDGET = 65536
@@ -28,7 +29,7 @@ SGLANG_TOKEN_BUDGET = 65536
 class Resolved:
     """The configuration, and for every field where its value is from.
 
-    An origin is "default", "file PATH", "file PATH (PDMUX_CONFIG)" or "additional_config".
+    An origin is "default", "file PATH", "file PATH (PDMUX_CONFIG)", "additional_config" or "implied by …".
     """
 
     config: PDMuxConfig
@@ -56,10 +57,10 @@ def resolve(inline: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Res
             sglang_origin = origin
     if sglang_origin and "split_forward_token_budget" not in values:
         values["split_forward_token_budget"] = SGLANG_TOKEN_BUDGET
-        origins["split_forward_token_budget"] = sglang_origin
+        origins["split_forward_token_budget"] = f"{IMPLIED}sm_group_num in {sglang_origin}"
     target = next((name for name in TARGETS if values.get(name) is not None), None)
     if target is not None and "policy" not in values:
-        values["policy"], origins["policy"] = "slo", origins[target]
+        values["policy"], origins["policy"] = "slo", f"{IMPLIED}{target}"
     _check_together(values, origins)
     return Resolved(PDMuxConfig.model_validate(values), origins)
 
@@ -88,7 +89,7 @@ def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> No
     if not problems:
         return
     involved = dict.fromkeys(origins[name] for problem in problems for name in problem.fields)
-    involved.pop(DEFAULT_ORIGIN, None)
+    involved = {origin: None for origin in involved if origin != DEFAULT_ORIGIN and not origin.startswith(IMPLIED)}
     labels = [INLINE_LABEL if origin == INLINE_ORIGIN else origin for origin in involved]
     raise ConfigError(f"{' with '.join(labels)}: {'; '.join(problem.text for problem in problems)}")
 

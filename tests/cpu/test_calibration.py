@@ -432,6 +432,7 @@ class TestCommand:
                 "vllm-pdmux calibrate: not stored: the median error of decode alone is 31.0% but must be at most 10%: "
                 "calibrate again when nothing else uses the device" in said.err
             )
+            assert f"vllm-pdmux calibrate: --out {out} is not written either" in said.err
 
 
 class Nothing:

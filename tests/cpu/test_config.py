@@ -113,7 +113,7 @@ class TestSGLangFiles:
         path = write("sm_group_num: 8")
         resolved = resolve({"config": path}, {})
         assert resolved.config.split_forward_token_budget == 65536
-        assert resolved.origins["split_forward_token_budget"] == f"file {path}"
+        assert resolved.origins["split_forward_token_budget"] == f"implied by sm_group_num in file {path}"
 
     def test_any_source_may_set_another_token_budget(self, write):
         path = write("sm_group_num: 8")
@@ -428,7 +428,8 @@ class TestPrecedence:
         line = resolve({"config": path, "lane": "serial"}, {}).describe()
         assert line == (
             f"sm_group_num=3 (file {path}), manual_divisions=[[66, 66, 1]] (file {path}), "
-            f"split_forward_token_budget=65536 (file {path}), lane=serial (additional_config)"
+            f"split_forward_token_budget=65536 (implied by sm_group_num in file {path}), "
+            "lane=serial (additional_config)"
         )
 
 
@@ -436,9 +437,14 @@ class TestTarget:
     def test_a_target_asks_for_its_policy(self, write):
         resolved = resolve({"itl_slo_ms": 25}, {})
         assert (resolved.config.policy, resolved.config.itl_slo_ms) == ("slo", 25)
-        assert resolved.origins["policy"] == resolved.origins["itl_slo_ms"] == "additional_config"
+        assert resolved.origins["itl_slo_ms"] == "additional_config"
+        assert resolved.origins["policy"] == "implied by itl_slo_ms"
         path = write("itl_slo_ms: 12.5")
-        assert resolve({"config": path}, {}).origins["policy"] == f"file {path}"
+        assert resolve({"config": path}, {}).config.policy == "slo"
+
+    def test_a_conflict_with_a_policy_that_is_implied_names_where_the_target_is(self):
+        with pytest.raises(ConfigError, match=r"^additional_config\['pdmux'\]: fixed_group is 2"):
+            resolve({"itl_slo_ms": 25, "fixed_group": 2}, {})
 
     def test_a_target_for_the_first_token_does_too(self):
         config = resolve({"ttft_slo_ms": 800}, {}).config

@@ -94,8 +94,9 @@ def test_a_file_by_option_or_environment(capsys, tmp_path, monkeypatch):
 def test_a_policy_that_learns_has_no_answer_for_a_load(capsys, tmp_path):
     path = tmp_path / "pdmux.yml"
     path.write_text("itl_slo_ms: 25")
-    assert main(["plan", "--sms", "132", "--config", str(path), "--decode-batch", "3"]) == 2
-    assert "policy slo decides by measured steps" in capsys.readouterr().err
+    for load in (["--decode-batch", "3"], ["--layers", "32"]):
+        assert main(["plan", "--sms", "132", "--config", str(path), *load]) == 2
+        assert f"{load[0]}: policy slo decides by measured steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,10 @@ def test_each_division_says_how_the_lanes_share(capsys, tmp_path, sharing, expec
     path.write_text(f"sm_group_num: 4\nsharing: {sharing}")
     groups = plan_json(capsys, "--sms", "132", "--config", str(path))["groups"]
     assert [group["sharing"] for group in groups[1:-1]] == expected
+    assert main(["plan", "--sms", "132", "--config", str(path)]) == 0
+    table = capsys.readouterr().out.partition("settings:")[0]
+    assert table.count("disjoint") == expected.count("disjoint")
+    assert table.count("of its own, all") == expected.count("capped")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_every_policy_has_a_table(capsys, tmp_path, policy):
         (["--sms", "132", "--decode-batch", "-1"], "--decode-batch: is '-1'"),
         (["--sms", "132", "--decode-batch", "x\ny"], "--decode-batch: is"),
         (["--sms", "132", "--compute-capability", "hopper"], "--compute-capability: is 'hopper'"),
-        (["--sms", "132", "--compute-capability", "5.2"], "compute capability 5.2 is below 6.0"),
+        (["--sms", "132", "--compute-capability", "7.5"], "compute capability 7.5 is below 8.0, which SM partitions"),
         (["--sms", "20"], "20 SMs have none"),
         (["--sms", "132", "--layers", "32"], "add --decode-batch"),
         (["--sms", "132", "--no-such-option"], "--no-such-option"),

@@ -244,6 +244,18 @@ class TestCommand:
             assert 0 < arm["ttft_p50_ms"] <= arm["ttft_p99_ms"] and 0 < arm["itl_p50_ms"] <= arm["itl_p99_ms"]
             assert sum(arm["residency"].values()) == pytest.approx(1)
 
+    @pytest.mark.parametrize("requests", ["1", "2", "3", "7"])
+    def test_of_few_requests_the_p99_is_the_slowest(self, capsys, requests):
+        assert main([*self.ARGUMENTS, "--requests", requests, "--chunks", "256", "--json"]) == 0
+        for arm in json.loads(capsys.readouterr().out)["arms"]:
+            assert arm["ttft_p50_ms"] <= arm["ttft_p99_ms"]
+
+    def test_without_a_target_nothing_is_within_one(self, capsys):
+        for target, is_said in (([], False), (["--ttft-slo-ms", "1"], True)):
+            assert main([*self.ARGUMENTS, *target, "--json"]) == 0
+            arms = json.loads(capsys.readouterr().out)["arms"]
+            assert [arm["met_share"] for arm in arms] == [0.0 if is_said else None] * len(arms)
+
     def test_people_get_a_table(self, capsys):
         assert main(self.ARGUMENTS) == 0
         said = capsys.readouterr().out

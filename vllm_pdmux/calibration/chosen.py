@@ -40,7 +40,7 @@ def chosen_profile(
     profile = cache.load(key, warn)
     if profile is None:
         say(
-            f"no calibration for {describe(key)}: learning from serving; "
+            f"policy slo has no calibration for {describe(key)}: learning from serving; "
             "`vllm-pdmux calibrate` would make one, once, in some seconds beside the engine's start"
         )
         return None

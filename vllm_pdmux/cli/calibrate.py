@@ -85,6 +85,8 @@ def _run(args: argparse.Namespace, settings: dict[str, Any], stdout: TextIO) -> 
         print(f"vllm-pdmux calibrate: fused steps are left to be learned: {reason}", file=sys.stderr)
     for problem in found["refused"]:
         print(f"vllm-pdmux calibrate: not stored: {problem}", file=sys.stderr)
+    if found["refused"] and args.out is not None:
+        print(f"vllm-pdmux calibrate: --out {args.out} is not written either", file=sys.stderr)
     return EXIT_REFUSED if found["refused"] else 0
 
 

@@ -18,6 +18,7 @@ NAME = "plan"
 HELP = "Show how a configuration divides the SMs of a device, and which division a load would get."
 
 DEFAULT_PREFILL_TOKENS = 8192
+OLDEST = (8, 0)  # compute capability that SM partitions need
 # Any number of layers gives the same group; only the layers to advance depend on it, and those are then not shown.
 _ANY_LAYERS = 1
 
@@ -41,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print all groups, or the one for `--decode-batch`. Raises CommandError for files and options that are wrong."""
-    if args.decode_batch is None and (args.prefill_tokens is not None or args.layers is not None):
-        raise CommandError("--prefill-tokens and --layers describe a load: add --decode-batch, or leave them out")
+    if args.compute_capability < OLDEST:
+        asked, oldest = (".".join(map(str, version)) for version in (args.compute_capability, OLDEST))
+        raise CommandError(f"compute capability {asked} is below {oldest}, which SM partitions need: use a newer GPU")
     try:
         resolved = resolve(None if args.config is None else {"config": args.config}, os.environ)
         config, source = resolved.config, resolved.origins["manual_divisions"]
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         policy = build_policy(config, len(groups) - 2)
     except (ConfigError, SplitError) as error:
         raise CommandError(str(error)) from error
+    _check_load(policy, args)
     chosen, layers = (None, None) if args.decode_batch is None else _choose(policy, args)
     if args.json:
         print(json.dumps(_as_json(groups, chosen, layers)))
@@ -58,12 +61,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_load(policy: Policy, args: argparse.Namespace) -> None:
+    given = {"--decode-batch": args.decode_batch, "--prefill-tokens": args.prefill_tokens, "--layers": args.layers}
+    names = ", ".join(name for name, value in given.items() if value is not None)
+    if names and isinstance(policy, SloPolicy):
+        raise CommandError(f"{names}: policy slo decides by measured steps, of which there are none here: leave it out")
+    if names and args.decode_batch is None:
+        raise CommandError("--prefill-tokens and --layers describe a load: add --decode-batch, or leave them out")
+
+
 def _choose(policy: Policy, args: argparse.Namespace) -> tuple[int, int | None]:
     """(group, layers of the model that one step advances; None when the model's layers were not given)."""
-    if isinstance(policy, SloPolicy):
-        raise CommandError(
-            "--decode-batch: policy slo decides by measured steps, of which there are none here: leave it out"
-        )
     prefill_tokens = DEFAULT_PREFILL_TOKENS if args.prefill_tokens is None else args.prefill_tokens
     decision = policy.decide(Load(args.decode_batch, prefill_tokens, args.layers or _ANY_LAYERS))
     return decision.group, None if args.layers is None else min(decision.layers, args.layers)
@@ -86,10 +94,16 @@ def _print_table(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "group", "prefill SMs", "decode SMs", "used for", title=f"{groups[0].prefill_sms} SMs")
+    total_sms = groups[0].prefill_sms
+    table = Table("", "group", "sharing", "prefill SMs", "decode SMs", "used for", title=f"{total_sms} SMs")
     for group, use in zip(groups, _uses(groups, policy), strict=True):
         mark = ">" if group.index == chosen else ""
-        table.add_row(mark, str(group.index), str(group.prefill_sms), str(group.decode_sms), use)
+        is_mixed = 0 < group.index < len(groups) - 1
+        decode_sms = str(group.decode_sms)
+        if is_mixed and group.sharing == "capped":
+            decode_sms += f" of its own, all {total_sms}"
+        sharing = group.sharing if is_mixed else ""
+        table.add_row(mark, str(group.index), sharing, str(group.prefill_sms), decode_sms, use)
     Console(highlight=False).print(table)
     print(f"settings: {resolved.describe()}")
     asked, found = resolved.config.sm_group_num - 2, len(groups) - 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for name, arm in arms(args, profile):
         result = simulate(profile, arrivals, arm, args.max_prefill_tokens, **limits)
-        rows.append({"arm": name, **summary(result, profile, len(arrivals))})
+        has_target = args.itl_slo_ms is not None or args.ttft_slo_ms is not None
+        rows.append({"arm": name, **summary(result, profile, len(arrivals), has_target)})
     if args.json:
         print(json.dumps({"profile": profile.name, "requests": len(arrivals), "arms": rows}))
     else:
@@ -98,20 +99,25 @@ def slo(profile: DeviceProfile, itl_slo_ms: float | None, ttft_slo_ms: float | N
     return SloPolicy(shares, Target(itl_slo_ms, ttft_slo_ms), alone, True, lambda text: None, profile.prompt_work)
 
 
-def summary(result: Result, profile: DeviceProfile, requests: int) -> dict[str, Any]:
-    """The numbers of one arm; times in ms."""
-    ttft = sorted(result.ttft_ms)
+def summary(result: Result, profile: DeviceProfile, requests: int, has_target: bool) -> dict[str, Any]:
+    """The numbers of one arm; times in ms. `met_share`: of the requests whose TTFT and mean time per output token are
+    within the targets; None without any."""
     beside_ms = sum(result.residency_ms.values()) or 1.0
     names = {STOCK: STOCK} | {number: group.label for number, group in enumerate(profile.groups, start=1)}
     return {
-        "ttft_p50_ms": statistics.median(ttft),
-        "ttft_p99_ms": ttft[int(0.99 * (len(ttft) - 1))],
+        "ttft_p50_ms": _quantile(result.ttft_ms, 0.5),
+        "ttft_p99_ms": _quantile(result.ttft_ms, 0.99),
         "itl_p50_ms": result.itl_ms(0.5),
         "itl_p99_ms": result.itl_ms(0.99),
-        "met_share": result.met / requests,
+        "met_share": result.met / requests if has_target else None,
         "makespan_s": result.makespan_ms / 1e3,
         "residency": {names[key]: value / beside_ms for key, value in result.residency_ms.most_common()},
     }
+
+
+def _quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 _ALL = LayerRule(layers_per_group=ALL_LAYERS)
@@ -128,9 +134,12 @@ def _print(profile: DeviceProfile, arrivals: list[Arrival], rows: list[dict[str,
     from rich.table import Table
 
     title = f"{len(arrivals)} requests, {profile.name}"
-    table = Table("", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "within targets", "beside prefill in", title=title)
+    table = Table("", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "within targets", "prefill in", title=title)
     for row in rows:
         times = [f"{row[name]:,.1f}" for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")]
         residency = ", ".join(f"{name} {share:.0%}" for name, share in list(row["residency"].items())[:3])
-        table.add_row(row["arm"], *times, f"{row['met_share']:.1%}", residency)
+        met = "-" if row["met_share"] is None else f"{row['met_share']:.1%}"
+        table.add_row(row["arm"], *times, met, residency)
     Console(highlight=False).print(table)
+    print("within targets: TTFT at most --ttft-slo-ms, and the mean time per output token at most --itl-slo-ms")
+    print("prefill in: of the time in which both lanes had work, the share of each division, or of stock's mixed steps")
