@@ -81,6 +81,7 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.v1.core.sched.output", "GrammarOutput", "grammar_bitmask", "prefill_batch"),
     *_all("vllm.config.model", "ModelConfig", "get_num_layers", "scheduler"),
     *_all("vllm.config.scheduler", "SchedulerConfig", "scheduler_cls async_scheduling", "activation"),
+    *_all("vllm.config.scheduler", "SchedulerConfig", "enable_chunked_prefill", "support"),
     *_all("vllm.config.vllm", "VllmConfig", "additional_config scheduler_config parallel_config", "activation"),
     *_all("vllm.config.parallel", "ParallelConfig", "worker_cls", "activation"),
     *_all("vllm.platforms.interface", "Platform", "check_and_update_config", "activation"),

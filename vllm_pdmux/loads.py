@@ -68,8 +68,14 @@ class Loads:
             oldest_wait_ms=oldest_wait_ms,
         )
 
+    def _wants_prompt_logprobs(self) -> bool:
+        """Whether one of the first prompts that wait does."""
+        params = (request.sampling_params for request in islice(self.waiting, MOST_WAITING))
+        return any(one is not None and one.prompt_logprobs is not None for one in params)
+
     def _waiting_work(self) -> float:
-        """Of the prompts that wait or are half done, of the first ones where many wait."""
+        """Of the prompts that wait or are half done, of the first ones where many wait. Those that wait count whole:
+        what the prefix cache has of them is not known before they are scheduled."""
         begun = [request for request in self.running if request.is_prefill_chunk]
         return sum(
             self._prompt_work.of(one.num_tokens - one.num_computed_tokens, one.num_computed_tokens)

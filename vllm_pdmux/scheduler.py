@@ -106,6 +106,8 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         if not self._batches and not self._both_lanes_have_work(throttle_prefills):
             return self._stock_step(throttle_prefills)
         if not self._batches and self._may_fuse() and (tokens := self._tokens_of_fused_step()):
+            # Stock serves them in order until the tokens are used up, which are enough for all that decode.
+            self.running.sort(key=lambda request: request.is_prefill_chunk)
             with self._limited_to(tokens):
                 return self._stock_step(throttle_prefills)
         finished, self.finished_req_ids = self.finished_req_ids, set()  # for the view that goes to both runners
@@ -123,8 +125,11 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
     ) -> dict[int, EngineCoreOutputs]:
         """Both lanes' results of a step, as one set of outputs."""
         report = report_of(model_runner_output)
+        order = order_of(scheduler_output) or PrefillOrder()
         if (took := self._step_times.done(scheduler_output, report)) is not None:
-            self._tell_of(scheduler_output, took, report)
+            self._tell_of(scheduler_output, took, order, report)
+        elif order.drop is not None:
+            self.pdmux_trace.record(scheduler_output, self._step_times.now(), order, report)
         if report is not None and scheduler_output.num_scheduled_tokens:  # else all layers are launched at once
             self._admission.launched(sum(run.end_layer - run.first_layer for run in report.runs))
         from_lane = {} if report is None else self._update_lane(report)
@@ -134,14 +139,14 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
             wire.attach(outputs, self._counters.values, self._shares)
         return merge_outputs(outputs, from_lane)
 
-    def _tell_of(self, output: SchedulerOutput, took: StepTime, report: LaneReport | None) -> None:
+    def _tell_of(self, output: SchedulerOutput, took: StepTime, order: PrefillOrder, report: LaneReport | None) -> None:
         """A step with something in it has come back."""
         if self._observer is not None:
             is_saturated = report is not None and report.is_saturated
             self._observer.done(output, took, self._work_through(report), is_saturated)
         if self._counters is not None:
-            self._counters.done(output, took, order_of(output), report)
-        self.pdmux_trace.record(output, took, order_of(output), report)
+            self._counters.done(output, took, order, report)
+        self.pdmux_trace.record(output, took, order, report)
 
     def _stock_step(self, throttle_prefills: bool) -> SchedulerOutput:
         """A step of the stock scheduler, all requests visible."""
@@ -155,7 +160,10 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         return attach_order(output, order)
 
     def _may_fuse(self) -> bool:
-        return self._pdmux_policy.fuses and (self._residency is None or self._bound_lane() is None)
+        """A prompt with prompt logprobs must end in the V2 runner where it began, and the lane is where it should."""
+        if not self._pdmux_policy.fuses or self._residency is None:
+            return self._pdmux_policy.fuses
+        return self._bound_lane() is None and not self._wants_prompt_logprobs()
 
     def _both_lanes_have_work(self, throttle_prefills: bool) -> bool:
         if self._pause_state == PauseState.PAUSED_ALL:
@@ -180,7 +188,8 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
             return False  # the worker still holds another request under an id that has been sent again
         if not self._admission.is_time(self._batches[-1].layers_launched):
             return False
-        return not (self._may_fuse() and self._tokens_of_fused_step())  # only an empty lane can be left for fused steps
+        # Fused steps need an empty lane: where they are better it gets no more batches.
+        return not (self._may_fuse() and self._tokens_of_fused_step())
 
     def _bound_lane(self) -> str | None:
         """The lane in which an unfinished prompt must be continued: prompt logprobs are gathered in one V2 runner."""

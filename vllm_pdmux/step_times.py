@@ -44,9 +44,14 @@ class StepTimes:
         """Note when the step `output` was scheduled."""
         setattr(output, _SCHEDULED_S, self._clock_s())
 
+    def now(self) -> StepTime:
+        """A moment."""
+        now_s = self._clock_s()
+        return StepTime(now_s, now_s)
+
     def done(self, output: SchedulerOutput, report: LaneReport | None) -> StepTime | None:
         """The step `output` has come back. None: neither lane had anything to do in it."""
-        if not output.num_scheduled_tokens and report is None:
+        if not output.num_scheduled_tokens and (report is None or not (report.runs or report.ended)):
             return None
         end_s, last_s = self._clock_s(), self._last_s
         self._last_s = end_s

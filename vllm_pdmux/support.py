@@ -91,6 +91,11 @@ REFUSALS = (
         lambda c: c.cache_config.kv_sharing_fast_prefill and "--kv-sharing-fast-prefill",
         "drop --kv-sharing-fast-prefill",
     ),
+    Refusal(
+        "prompts that may not be split",
+        lambda c: not c.scheduler_config.enable_chunked_prefill and "--no-enable-chunked-prefill",
+        "drop it: a prompt longer than a batch would wait for ever",
+    ),
     Refusal("auxiliary outputs", lambda c: c.aux_output_config.enabled and "aux_output_config", "disable them"),
 )
 

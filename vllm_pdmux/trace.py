@@ -57,13 +57,10 @@ class StepTrace:
         if self._steps is not None:
             self._steps.clear()
 
-    def record(
-        self, output: SchedulerOutput, took: StepTime, order: PrefillOrder | None, report: LaneReport | None
-    ) -> None:
+    def record(self, output: SchedulerOutput, took: StepTime, order: PrefillOrder, report: LaneReport | None) -> None:
         """Keep the step whose `output`, order and report these are."""
         if self._steps is None and not self._sinks:
             return
-        order = order or PrefillOrder()
         first_layer, end_layer = report.layers if report is not None else (0, 0)
         ended = report is not None and report.ended
         record = StepRecord(

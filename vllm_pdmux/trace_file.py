@@ -41,6 +41,7 @@ class TraceFile:
         self._path, self._log, self._left_bytes, self._clock_s = path, log, most_bytes, clock_s
         self._start_s = self._flushed_s = clock_s()
         self._in_lane: set[int] = set()
+        self._has_given_up = False
         try:
             self._file: Any = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -122,12 +123,16 @@ class TraceFile:
     def _give_up(self, reason: str) -> None:
         """The engine goes on without it."""
         if self._file is not None:
+            self._has_given_up = True
             self._log(f"trace_file {self._path} ends here: {reason}")
             self._stop()
 
     def _stop(self) -> None:
         file, self._file = self._file, None
+        if file is None:
+            return  # writing its end has failed
         try:
             file.close()
-        except OSError:
-            pass  # the same that has been said already
+        except OSError as error:
+            if not self._has_given_up:
+                self._log(f"trace_file {self._path} has lost its end: {error.strerror}: free the disk")

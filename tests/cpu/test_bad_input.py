@@ -140,6 +140,11 @@ USED = {  # feature: the setting that uses it, its value, how the message shows 
     "models with Mamba or linear-attention layers": ("model_config.is_hybrid", True, "model some/model"),
     "attention-free models": ("model_config.is_attention_free", True, "model some/model"),
     "fast prefill with KV sharing": ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+    "prompts that may not be split": (
+        "scheduler_config.enable_chunked_prefill",
+        False,
+        "--no-enable-chunked-prefill",
+    ),
     "auxiliary outputs": ("aux_output_config.enabled", True, "aux_output_config"),
 }
 
@@ -166,6 +171,7 @@ def servable():
             is_attention_free=False,
         ),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         aux_output_config=SimpleNamespace(enabled=False),
         kv_transfer_config=None,
         ec_transfer_config=None,

@@ -58,6 +58,15 @@ def test_one_that_is_awaited_is_reported_though_it_has_not_ended_but_no_other(ba
     assert batches.take(2, first) is None  # reported already: its step waits for nothing else
 
 
+def test_it_is_empty_since_the_step_after_the_one_that_took_the_last(batches):
+    assert batches.is_empty_since(0)
+    batches.add(launched(0))
+    assert not batches.is_empty_since(5)
+    batches.all()[0].output.done = True
+    batches.take(4, None)
+    assert [batches.is_empty_since(step) for step in (3, 4, 5)] == [False, False, True]
+
+
 def test_one_that_raised_is_reported_at_once(batches):
     one = launched(0, error="ValueError: no")
     batches.add(one)

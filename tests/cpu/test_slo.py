@@ -430,11 +430,29 @@ class TestFusedSteps:
             fused.learn(1.1 * self.ALONE_MS, 20.0, self.ALONE_MS, self.RATE)
         assert self.tokens(fused) == self.tokens(FusedSteps())
 
-    def test_short_chunks_that_take_long_make_them_shorter(self):
+    def test_where_short_chunks_take_longer_than_the_target_none_fits(self):
         fused = FusedSteps()
         for _ in range(200):
-            fused.learn(3 * self.ALONE_MS, 20.0, self.ALONE_MS, self.RATE)
-        assert self.tokens(fused) < 0.5 * self.tokens(FusedSteps())
+            fused.learn(3.8 * self.ALONE_MS, 20.0, self.ALONE_MS, self.RATE)
+        assert self.tokens(fused) == 0.0
+
+    @pytest.mark.parametrize(("target_ms", "slow"), [(20.0, 3.0), (20.0, 2.0), (18.0, 1.3)])
+    def test_a_first_step_that_was_slow_is_forgotten(self, target_ms, slow):
+        """It makes chunks so short that they say nothing of long ones, or none at all."""
+        fused = FusedSteps()
+        work = self.tokens(fused, target_ms)
+        self.step(fused, work, slow)
+        for _ in range(600):
+            if work := self.tokens(fused, target_ms):
+                self.step(fused, work)
+        assert self.tokens(fused, target_ms) >= 0.95 * self.tokens(FusedSteps(), target_ms)
+
+    def test_short_prompts_with_a_hiccup_now_and_then_do_not_turn_fused_steps_off(self):
+        fused, generator = FusedSteps(), random.Random(5)
+        for _ in range(5000):
+            times = 2.5 if generator.random() < 0.02 else 1.1
+            fused.learn(times * self.ALONE_MS, 64.0, self.ALONE_MS, self.RATE)
+        assert self.tokens(fused, 20.0) >= 0.9 * self.tokens(FusedSteps(), 20.0)
 
     @pytest.mark.parametrize("times", [0.8, 1.0, 1.3])
     def test_they_grow_until_they_take_what_the_target_allows(self, times):

@@ -171,6 +171,40 @@ def test_a_short_prompt_overtakes_a_long_one_between_two_of_its_chunks(slo, stoc
     assert (ended["short"] < ended["long"]) == overtakes
 
 
+def test_in_a_fused_step_all_that_decode_have_a_token_though_a_prompt_is_half_done(slo, stock):
+    """One that has overtaken it comes behind it in the queue of what runs, where stock would have no token left."""
+    spy = use(slo, Spy(layers=1000))
+    answer = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    served = [
+        Arrival("chat", prompt(20, 1), answer),
+        Arrival("long", prompt(400, 2), answer, 5),
+        Arrival("short", prompt(30, 3), answer, 8),
+    ]
+    scheduler, fused, left_out = slo.scheduler, [], []
+    schedule = scheduler.schedule
+
+    def watched(*args):
+        if scheduler.running and any(one.request_id.startswith("short") for one in scheduler.running):
+            spy._fused = 0 if scheduler._batches else 24
+        output = schedule(*args)
+        scheduled = output.num_scheduled_tokens
+        if max(scheduled.values(), default=0) > 1 and len(scheduled) > 1:
+            fused.append(scheduled)
+            decoding = [one for one in scheduler.running if one.num_output_tokens]
+            left_out.extend(one.request_id for one in decoding if one.request_id not in scheduled)
+        return output
+
+    slo.set_chunk(32)
+    scheduler.schedule = watched
+    try:
+        got = slo.run(served)
+    finally:
+        del scheduler.schedule
+        slo.set_chunk(ENGINE["max_num_batched_tokens"])
+    assert_same(got, stock.run(served))
+    assert len(fused) > 3 and not left_out
+
+
 def test_nobody_is_overtaken_twice_in_succession(slo):
     use(slo, Spy(layers=1000))
     chat = Arrival("chat", prompt(20, 1), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hand_clock import HandClock
 
-from vllm_pdmux.messages import LaneReport
+from vllm_pdmux.messages import LaneReport, Run
 from vllm_pdmux.step_times import StepTimes
 
 
@@ -51,9 +51,15 @@ def test_an_empty_step_that_comes_back_late_takes_nothing_from_the_next(times, c
     assert done(times, clock, output, 1.2).ms == pytest.approx(200)
 
 
-def test_a_step_with_the_prefill_lane_alone_takes_time(times, clock):
+@pytest.mark.parametrize("report", [LaneReport(0, (Run(0, 0, 8),)), LaneReport(0, output=object())])
+def test_a_step_with_the_prefill_lane_alone_takes_time(times, clock, report):
     alone = scheduled(times, clock, 1.0, tokens=0)
-    assert done(times, clock, alone, 1.5, LaneReport(0)).ms == pytest.approx(500)
+    assert done(times, clock, alone, 1.5, report).ms == pytest.approx(500)
+
+
+def test_a_step_that_found_a_batch_with_nothing_left_to_launch_takes_none(times, clock):
+    empty = scheduled(times, clock, 1.0, tokens=0)
+    assert done(times, clock, empty, 1.5, LaneReport(0)) is None
 
 
 def test_a_step_that_was_not_seen_when_it_was_scheduled_begins_where_the_last_one_ended(times, clock):

@@ -123,11 +123,26 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(said, clock):
     if not full.exists():
         pytest.skip("no /dev/full here")
     file = TraceFile(full, said.append, clock_s=clock)
+    unflushed = TraceFile(full, said.append, clock_s=clock)
+    unflushed.close()
+    assert len(said) == 1 and "trace_file /dev/full has lost its end: No space left on device" in said.pop()
     for second in range(1, 5):
         clock.now_s = float(second)
         file.add(steps_record(None))
     file.close()
     assert len(said) == 1 and "trace_file /dev/full ends here: No space left on device" in said[0]
+
+
+def test_an_end_that_cannot_be_written_is_said_and_closing_goes_on(path, said, clock, monkeypatch):
+    file = TraceFile(path, said.append, clock_s=clock)
+
+    def full(text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file, "_file", SimpleNamespace(write=full, close=lambda: None))
+    file.close()
+    file.close()
+    assert len(said) == 1 and "ends here: No space left on device" in said[0]
 
 
 def test_a_file_that_cannot_be_opened_is_an_error_that_names_the_setting(tmp_path, said):

@@ -23,14 +23,12 @@ class Counters:
         self._has_target = has_target
         self._group: int | None = None  # of the last step beside prefill
 
-    def done(
-        self, output: SchedulerOutput, took: StepTime, order: PrefillOrder | None, report: LaneReport | None
-    ) -> None:
+    def done(self, output: SchedulerOutput, took: StepTime, order: PrefillOrder, report: LaneReport | None) -> None:
         """The step `output` has come back."""
         kind = kind_of(output, report)
         self._add(key_of(names.STEPS, kind))
         group = self._all_for_decode if kind == names.DECODE else 0
-        if kind == names.BESIDE and order is not None and report is not None:
+        if kind == names.BESIDE and report is not None:
             group = order.group
             self._add(key_of(names.BESIDE_STEPS, group))
             self._add(key_of(names.BESIDE_SECONDS, group), round(took.ms * 1e3))

@@ -110,10 +110,10 @@ class SloPolicy:
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
         usual_ms = target_ms / self._tail_for(load, self._tail)
         group, belief = self._choose(alone_ms, usual_ms, self._mix)
-        expected_ms = alone_ms * belief.slowdown * belief.hope * self._tail.factor
+        expected_ms = alone_ms * belief.slowdown * belief.hope
         is_asked = target_ms == self._target.of(alone_ms)  # no prompt has waited too long
-        if self._paced_by_device and is_asked and expected_ms > target_ms and usual_ms < target_ms:
-            self._count_infeasible(expected_ms, target_ms)
+        if self._paced_by_device and is_asked and expected_ms > usual_ms:
+            self._count_infeasible(expected_ms * target_ms / usual_ms, target_ms)
         return Decision(self._switch_to(group), self._layers(load, alone_ms, usual_ms))
 
     def fused_tokens(self, load: Load) -> int:

@@ -2,7 +2,8 @@
 """A scheduler and two lanes in which nothing is computed: each step only takes the time that the profile says.
 
 It keeps what decides latency: admission in order of arrival, chunks, prefix reuse, the seats of running requests, one
-batch in the lane, and a step for all that decode. It knows no preemption: the KV cache bounds only what is reused.
+batch in the lane, and a step for all that decode. It knows no preemption: the KV cache bounds only what is reused. Nor
+does the lane run empty for fused steps, since it is empty after each batch.
 """
 
 from __future__ import annotations

@@ -56,6 +56,11 @@ class LaunchedBatches:
     def __len__(self) -> int:
         return len(self._batches)
 
+    def is_empty_since(self, step: int) -> bool:
+        """Whether there is none, and none was taken by the step `step` or a later one."""
+        with self._lock:
+            return not self._batches and self.last_taken_step < step
+
     def all(self) -> list[Launched]:
         """Those that no step has reported yet."""
         with self._lock:
@@ -94,12 +99,13 @@ class PendingReport:
         self._awaited, self._launched = awaited, launched
 
     @property
-    def is_awaited(self) -> bool:
+    def waits(self) -> bool:
         """Whether the step waits for the end of a batch, which the device may still run."""
         return self._awaited is not None and isinstance(self._awaited.output, AsyncModelRunnerOutput)
 
     def whole(self, **changes: Any) -> LaneReport:
-        """With the first batch that has ended by now. On any thread, once, steps in order."""
+        """With the first batch that has ended by now. On any thread, once. Steps in order, but that a step which waits
+        for nothing is whole when it is launched: it takes a batch that raised, at most, which is the last then."""
         if (ended := self._launched.take(self._step, self._awaited)) is None:
             return replace(self._report, **changes)
         return replace(self._report, batch_id=ended.batch.id, output=ended.output, error=ended.error, **changes)

@@ -72,23 +72,19 @@ class PrefillLane:
 
         `wait`: nothing decodes, so the step reports the end of a batch that is launched even if that has to be waited
         for. The first batch is then run to its end on all SMs, and no other: what decodes after it would wait for that.
-        Nor is it where requests of a batch before it are about to decode.
+        Nor is it where requests of a batch before it are about to decode: under asynchronous scheduling this step was
+        scheduled without knowing what the one before has reported, which it may have on another thread already.
         """
         if order.start is not None:
             assert order.batch_id is not None
             self._queue.append(Batch(order.batch_id, order.start, order.grammar, self._admitted_at))
-        to_its_end = wait and not self._has_just_ended() and not self._launched
+        to_its_end = wait and self._launched.is_empty_since(self._step - self._is_async)
         self._device.use(ALONE if to_its_end else order.group, self._runner)
         if self._current is None and self._queue:
             self._begin(self._queue.popleft())
         was_busy = self._device.is_busy()
         runs = self._launch(order.layers, to_its_end) if self._current is not None else ()
         return self._report(runs, was_busy and self._device.is_busy(), wait)
-
-    def _has_just_ended(self) -> bool:
-        """Whether the step before has reported the end of a batch. Under asynchronous scheduling this step was
-        scheduled without knowing that, so that requests may be about to decode though nothing does."""
-        return self._is_async and self._launched.last_taken_step >= self._step - 1
 
     def warm_up(self, group: int, tokens: int) -> None:
         """Run a prefill batch of `tokens` made-up tokens on the SMs of `group`, so that all it needs there exists."""

@@ -100,6 +100,6 @@ class PDMuxWorkerMixin:
         if report is None:
             return output
         unconfined_steps = self._unconfined_steps()
-        if isinstance(output, AsyncModelRunnerOutput) or report.is_awaited:
+        if isinstance(output, AsyncModelRunnerOutput) or report.waits:
             return ReportingOutput(output, report, unconfined_steps)
         return attach_report(output, report.whole(unconfined_steps=unconfined_steps))
