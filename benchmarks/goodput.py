@@ -20,6 +20,7 @@ import json
 import shlex
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +86,13 @@ def measure(args: argparse.Namespace, arm: str, address: str) -> list[dict[str, 
         arrivals = chosen(args.trace, speed, args.skip, args.seconds, args.longest)
         requests = [Request(one.at_ms, one.prompt_tokens, one.answer_tokens, list(one.blocks)) for one in arrivals]
         if not rows:
-            serve(address, [Request(0.0, *vars_of(one)) for one in requests[:WARM_UP]], vocabulary, DRAIN_S, "warm-up")
+            serve(address, [replace(one, at_ms=0.0) for one in requests[:WARM_UP]], vocabulary, DRAIN_S, "warm-up")
         served = serve(address, requests, vocabulary, args.seconds + DRAIN_S, f"{speed:g}")
         rows.append({"arm": arm, "speed": speed, "requests_per_s": len(requests) / args.seconds, **row(served, args)})
         print({k: v for k, v in rows[-1].items() if k != "seen"}, file=sys.stderr, flush=True)
         if max(shares["tpot"] for shares in rows[-1]["within"].values()) < GIVE_UP:
             break
     return rows
-
-
-def vars_of(request: Request) -> tuple[int, int, list[int]]:
-    return request.prompt_tokens, request.answer_tokens, request.blocks
 
 
 def row(served: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -12,12 +12,9 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request
 
 from vllm_pdmux.messages import LaneReport
-from vllm_pdmux.policy import Load, Policy, Prompt, PromptWork
-from vllm_pdmux.prefill_batch import PrefillBatch
 from vllm_pdmux.observer import Observer
-
-
-MOST_WAITING = 32  # prompts whose work is added up in each step
+from vllm_pdmux.policy import MOST_WAITING, Load, Policy, Prompt, PromptWork
+from vllm_pdmux.prefill_batch import PrefillBatch
 
 
 class Loads:
@@ -33,15 +30,15 @@ class Loads:
         """Of a step in which stock vLLM prefills and decodes in one batch; 0: the lanes do it."""
         in_lane = {req_id for batch in self._batches for req_id in batch.requests}
         decoding = [one for one in self.running if not one.is_prefill_chunk and one.request_id not in in_lane]
-        begun = next((request for request in self.running if request.is_prefill_chunk), None)
+        begun = self._half_done()
         load = Load(
             len(decoding),
             self.max_num_scheduled_tokens,
             self._model_layers,
             sum(request.num_computed_tokens for request in decoding),
-            computed_tokens=begun.num_computed_tokens if begun is not None else 0,
+            computed_tokens=begun[0].num_computed_tokens if begun else 0,
             oldest_wait_ms=self._oldest_wait_ms([]),
-            waiting_work=self._waiting_work(),
+            waiting_work=self._waiting_work(begun),
             is_lane_busy=bool(self._batches),
         )
         tokens = self._pdmux_policy.fused_tokens(load)
@@ -68,15 +65,18 @@ class Loads:
             oldest_wait_ms=oldest_wait_ms,
         )
 
+    def _half_done(self) -> list[Request]:
+        """The prompts of which a part is prefilled, or on its way through the lane."""
+        return [request for request in self.running if request.is_prefill_chunk]
+
     def _wants_prompt_logprobs(self) -> bool:
         """Whether one of the first prompts that wait does."""
         params = (request.sampling_params for request in islice(self.waiting, MOST_WAITING))
         return any(one is not None and one.prompt_logprobs is not None for one in params)
 
-    def _waiting_work(self) -> float:
+    def _waiting_work(self, begun: list[Request]) -> float:
         """Of the prompts that wait or are half done, of the first ones where many wait. Those that wait count whole:
         what the prefix cache has of them is not known before they are scheduled."""
-        begun = [request for request in self.running if request.is_prefill_chunk]
         return sum(
             self._prompt_work.of(one.num_tokens - one.num_computed_tokens, one.num_computed_tokens)
             for one in [*begun, *islice(self.waiting, MOST_WAITING)]
@@ -86,8 +86,8 @@ class Loads:
         """Of the request that has waited for its first token longest: of those in prefill, or the first that waits."""
         # Preempted requests, which have had their first token, are at the head of the queue.
         waiting = next((request for request in self.waiting if not request.num_output_tokens), None)
-        begun = [request for request in self.running if request.is_prefill_chunk]  # and what was overtaken
-        since_s = [request.arrival_time for request in admitted + begun if not request.num_output_tokens]
+        # Of what is half done a part may have been overtaken, and so not be admitted.
+        since_s = [request.arrival_time for request in admitted + self._half_done() if not request.num_output_tokens]
         since_s += [waiting.arrival_time] if waiting is not None else []
         return max(0.0, (time.time() - min(since_s)) * 1e3) if since_s else 0.0
 

@@ -32,12 +32,12 @@ from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of
 from vllm_pdmux.metrics import wire
 from vllm_pdmux.metrics.counters import Counters
 from vllm_pdmux.model_size import decode_alone, prompt_work
+from vllm_pdmux.observer import Observer
 from vllm_pdmux.outputs import merge_outputs
 from vllm_pdmux.policy import PromptWork
 from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
 from vllm_pdmux.residency import Residency
-from vllm_pdmux.observer import Observer
 from vllm_pdmux.step_times import StepTime, StepTimes
 from vllm_pdmux.trace import StepTrace
 from vllm_pdmux.trace_file import TraceFile
@@ -202,7 +202,7 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
     def _begin_batch(self) -> tuple[PrefillBatch | None, set[str]]:
         """Let the prefill view admit a batch; the ids of requests that it preempted."""
         batch = None
-        begun = [request for request in self.running if request.is_prefill_chunk]
+        begun = self._half_done()
         self._overtaken = not self._overtaken and self._is_overtaken(begun)
         prefilling = begun[1:] if self._overtaken else begun
         others = [request for request in self.running if request not in prefilling]

@@ -20,6 +20,7 @@ import numpy
 
 from vllm_pdmux.calibration import CalibrationError
 from vllm_pdmux.calibration.samples import BesideSample, DecodeSample, FusedSample, PrefillSample, Samples
+from vllm_pdmux.quantile import quantile
 from vllm_pdmux.simulator import DeviceProfile, GroupProfile
 
 # Of relative errors: how much a division's single numbers are kept near their mean where few loads were measured.
@@ -271,9 +272,7 @@ def _off(expected: float, measured: float) -> float:
 
 
 def _summary(values: Sequence[float]) -> Errors:
-    ordered = sorted(values)
-    p95 = ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)]
-    return Errors(statistics.median(ordered), p95, ordered[-1], len(ordered))
+    return Errors(statistics.median(values), quantile(values, 0.95), max(values), len(values))
 
 
 _T = TypeVar("_T", DecodeSample, PrefillSample, BesideSample, FusedSample)

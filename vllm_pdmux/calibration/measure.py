@@ -40,7 +40,7 @@ PREFILL_REPEATS = 3  # after one that warms up
 BESIDE_MS, BESIDE_MS_LIMITS = 7_500.0, (200.0, 600.0)
 BESIDE_STEPS, MOST_BESIDE_STEPS = 8, 200
 PROMPTS_AHEAD = 3  # that wait or are prefilled at any time, so that the lane never runs dry
-FUSED_STEPS = 6  # after two that count for nothing
+FUSED_STEPS, FUSED_SETTLE_STEPS = 8, 2  # of which the first ones count for nothing
 STUCK_STEPS = 2000
 STEPS_IN_FLIGHT = 3  # under asynchronous scheduling, at most
 FIRST_TOKEN = 10  # token ids below may be special
@@ -172,21 +172,21 @@ class Meter:
 
     def _fused(self, load: DecodeLoad, chunk: int, alone_ms: float) -> FusedSample | None:
         """Chunks of one prompt, in stock steps; None where the engine is too short for them."""
-        tokens = chunk * (FUSED_STEPS + 2)
+        tokens = chunk * FUSED_STEPS
         if tokens >= self._limits.max_model_len:
             return None
-        self._renew(load, (FUSED_STEPS + 2) * 3)
+        self._renew(load, FUSED_STEPS * 3)
         self._recorder.clear()
         self._recorder.fused = chunk
         name = self._add(self._tokens(tokens), 1)
         self._step_until(lambda: name not in self._unfinished, "a fused step")
         self._recorder.fused = 0
         steps = [one for one in self._recorder.steps if one.kind is Kind.FUSED and abs(one.prefill_work - chunk) < 1]
-        steps = [one for one in steps if one.decode_batch == load.batch][2:]
+        steps = [one for one in steps if one.decode_batch == load.batch][FUSED_SETTLE_STEPS:]
         if not steps:
             return None
         batch, context_tokens, ms = _middle(steps)
-        return FusedSample(batch, context_tokens, chunk, chunk * (FUSED_STEPS + 2) // 2, ms, alone_ms)
+        return FusedSample(batch, context_tokens, chunk, chunk * FUSED_STEPS // 2, ms, alone_ms)
 
     def _beside(self, number: int, load: DecodeLoad, group: int, alone_ms: float, loads: int) -> BesideSample:
         """Prompts go through the lane in `group` while the load decodes."""

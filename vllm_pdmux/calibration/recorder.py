@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_pdmux.policy import ALL_LAYERS, Decision, FixedPolicy, LayerRule, Load, Observation, Prompt, PromptWork
 from vllm_pdmux.observer import Observer
+from vllm_pdmux.policy import ALL_LAYERS, Decision, FixedPolicy, LayerRule, Load, Observation, Prompt, PromptWork
 from vllm_pdmux.step_times import StepTime
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_pdmux.cli import CommandError
 from vllm_pdmux.cli.numbers import positive
 from vllm_pdmux.policy import ALL_LAYERS, DecodeAlone, FixedPolicy, LayerRule, Policy, Share, SloPolicy, Target
+from vllm_pdmux.quantile import quantile
 from vllm_pdmux.simulator import (
     Arrival,
     DeviceProfile,
@@ -105,19 +105,14 @@ def summary(result: Result, profile: DeviceProfile, requests: int, has_target: b
     beside_ms = sum(result.residency_ms.values()) or 1.0
     names = {STOCK: STOCK} | {number: group.label for number, group in enumerate(profile.groups, start=1)}
     return {
-        "ttft_p50_ms": _quantile(result.ttft_ms, 0.5),
-        "ttft_p99_ms": _quantile(result.ttft_ms, 0.99),
+        "ttft_p50_ms": quantile(result.ttft_ms, 0.5),
+        "ttft_p99_ms": quantile(result.ttft_ms, 0.99),
         "itl_p50_ms": result.itl_ms(0.5),
         "itl_p99_ms": result.itl_ms(0.99),
         "met_share": result.met / requests if has_target else None,
         "makespan_s": result.makespan_ms / 1e3,
         "residency": {names[key]: value / beside_ms for key, value in result.residency_ms.most_common()},
     }
-
-
-def _quantile(values: list[float], share: float) -> float:
-    """The smallest value that at least this share do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 _ALL = LayerRule(layers_per_group=ALL_LAYERS)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two runs side by side: the numbers, whether the texts are equal, and what failed."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from vllm_pdmux.demo.drive import Run
+from vllm_pdmux.quantile import quantile
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ def summary(times_ms: Sequence[float]) -> Summary | None:
     """None when there are no times."""
     if not times_ms:
         return None
-    ordered = sorted(times_ms)
-    return Summary(median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[-1])
+    return Summary(median(times_ms), quantile(times_ms, 0.99), max(times_ms))
 
 
 def _times(run: Run) -> dict[str, Any]:

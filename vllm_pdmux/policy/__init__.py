@@ -8,11 +8,12 @@ from vllm_pdmux.policy.off import OffPolicy
 from vllm_pdmux.policy.prior import GroupPrior, Mix, Prior
 from vllm_pdmux.policy.slo import PREFILL_WAIT_LIMIT_MS, SloPolicy, Target
 from vllm_pdmux.policy.table import TablePolicy
-from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Policy, Prompt
+from vllm_pdmux.policy.types import ALL_LAYERS, MOST_WAITING, Decision, Kind, Load, Observation, Policy, Prompt
 from vllm_pdmux.policy.work import PromptWork
 
 __all__ = [
     "ALL_LAYERS",
+    "MOST_WAITING",
     "PREFILL_WAIT_LIMIT_MS",
     "Decision",
     "DecodeAlone",

@@ -8,6 +8,7 @@ from typing import Protocol
 # More layers than any model has: "the rest of this prefill". A number, so that it can be compared and sent as it is.
 ALL_LAYERS = 1 << 30
 ALL_TOKENS = 1 << 30  # likewise: as many as vLLM's own limit
+MOST_WAITING = 32  # prompts that wait of which a load has the work, at most: it is added up in each step
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Load:
     prefill_work: float = 0.0  # of the prefill batch, see PromptWork
     computed_tokens: int = 0  # of the prompt that is to be prefilled next
     oldest_wait_ms: float = 0.0  # since the oldest request without a first token arrived
-    waiting_work: float = 0.0  # of the prompts that wait outside the lane, or of the first ones of many
+    waiting_work: float = 0.0  # of the prompts that wait outside the lane, or of the first MOST_WAITING
     is_lane_busy: bool = False  # whether a prefill batch is in the lane
 
 

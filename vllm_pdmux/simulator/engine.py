@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
-from vllm_pdmux.policy import Kind, Load, Observation, Policy, Prompt
+from vllm_pdmux.policy import MOST_WAITING, Kind, Load, Observation, Policy, Prompt
 from vllm_pdmux.simulator.profile import DeviceProfile
 from vllm_pdmux.simulator.trace import BLOCK_TOKENS, Arrival
 
 MODEL_LAYERS = 32  # no matter: progress counts in time
 STOCK = "stock step"
-MOST_WAITING = 32  # prompts whose work the policy is told
 
 
 @dataclass(frozen=True)
