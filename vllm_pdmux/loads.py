@@ -31,6 +31,7 @@ class Loads:
         in_lane = {req_id for batch in self._batches for req_id in batch.requests}
         decoding = [one for one in self.running if not one.is_prefill_chunk and one.request_id not in in_lane]
         begun = self._half_done()
+        waiting_work, newest_wait_ms = self._waiting_work(begun)
         load = Load(
             len(decoding),
             self.max_num_scheduled_tokens,
@@ -38,7 +39,9 @@ class Loads:
             sum(request.num_computed_tokens for request in decoding),
             computed_tokens=begun[0].num_computed_tokens if begun else 0,
             oldest_wait_ms=self._oldest_wait_ms([]),
-            waiting_work=self._waiting_work(begun),
+            lane_work=self._lane_work(),
+            waiting_work=waiting_work,
+            newest_wait_ms=newest_wait_ms,
             is_lane_busy=bool(self._batches),
         )
         tokens = self._pdmux_policy.fused_tokens(load)
@@ -51,11 +54,12 @@ class Loads:
         """
         decoding = list(output.num_scheduled_tokens)
         decoding = decoding or [request.request_id for request in self._batches[0].alive(self.requests)]
-        context_tokens, oldest_wait_ms = 0, 0.0
+        context_tokens, oldest_wait_ms, waiting_work, newest_wait_ms = 0, 0.0, 0.0, 0.0
         if self._observer is not None:
             context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)
             in_lane = [request for one in self._batches for request in one.alive(self.requests)]
             oldest_wait_ms = self._oldest_wait_ms(in_lane)
+            waiting_work, newest_wait_ms = self._waiting_work(self._half_done())
         return Load(
             len(decoding),
             batch.num_tokens,
@@ -63,6 +67,10 @@ class Loads:
             context_tokens,
             batch.work,
             oldest_wait_ms=oldest_wait_ms,
+            lane_work=self._lane_work(),
+            waiting_work=waiting_work,
+            newest_wait_ms=newest_wait_ms,
+            is_lane_busy=True,
         )
 
     def _half_done(self) -> list[Request]:
@@ -74,13 +82,20 @@ class Loads:
         params = (request.sampling_params for request in islice(self.waiting, MOST_WAITING))
         return any(one is not None and one.prompt_logprobs is not None for one in params)
 
-    def _waiting_work(self, begun: list[Request]) -> float:
-        """Of the prompts that wait or are half done, of the first ones where many wait. Those that wait count whole:
-        what the prefix cache has of them is not known before they are scheduled."""
-        return sum(
-            self._prompt_work.of(one.num_tokens - one.num_computed_tokens, one.num_computed_tokens)
-            for one in [*begun, *islice(self.waiting, MOST_WAITING)]
+    def _lane_work(self) -> float:
+        """That is left of the batches in the lane, as far as reports have come."""
+        return sum(one.work * (1 - one.layers_launched / self._model_layers) for one in self._batches)
+
+    def _waiting_work(self, begun: list[Request]) -> tuple[float, float]:
+        """Of the prompts that wait or are half done, of the first ones where many wait; and for how many ms the last of
+        them has waited for its first token. Those that wait count whole: what the prefix cache has of them is not known
+        before they are scheduled."""
+        counted = [*begun, *islice(self.waiting, MOST_WAITING)]
+        work = sum(
+            self._prompt_work.of(one.num_tokens - one.num_computed_tokens, one.num_computed_tokens) for one in counted
         )
+        newest = next((one for one in reversed(counted) if not one.num_output_tokens), None)
+        return work, 0.0 if newest is None else max(0.0, (time.time() - newest.arrival_time) * 1e3)
 
     def _oldest_wait_ms(self, admitted: list[Request]) -> float:
         """Of the request that has waited for its first token longest: of those in prefill, or the first that waits."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slo policy, on simulated devices that are not what it believes at first."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +23,7 @@ from vllm_pdmux.policy import (
     SloPolicy,
     Target,
 )
+from vllm_pdmux.policy.deadline import TTFT_PLANNED, needed_rate
 from vllm_pdmux.policy.fused import FusedSteps
 from vllm_pdmux.policy.tail import FIRST_TAIL
 
@@ -520,17 +522,51 @@ def test_fused_steps_that_take_longer_than_expected_shrink_where_prefill_was_nev
     assert 0 <= tokens < first / 2
 
 
+def impatient(noise=0.3, itl_ms=20.0):
+    """A policy with a target for TTFT of 1 s that knows a device with slow steps, and the device."""
+    device = Device(CAPPED, noise=noise)
+    slo = SloPolicy(CAPPED, Target(itl_ms, 1000.0), DecodeAlone(WEIGHTS, KV), True, lambda text: None)
+    device.warm_up(slo, load(), prefill=False)
+    serve(slo, device, load(waiting_work=0.0), 1500)
+    return slo, device
+
+
 def test_while_a_first_token_may_be_late_the_target_is_kept_by_the_usual_step():
     """Slow steps may then take longer, and prefill goes faster: a late first token is as bad as a late other one."""
-    device = Device(CAPPED, noise=0.3)
-    slo = SloPolicy(CAPPED, Target(14.0, 1000.0), DecodeAlone(WEIGHTS, KV), True, lambda text: None)
-    device.warm_up(slo, load(), prefill=False)
-    serve(slo, device, load(), 1500)
-    in_time = serve(slo, device, load(oldest_wait_ms=400.0), 300)
-    at_risk = serve(slo, device, load(oldest_wait_ms=600.0), 300)
-    group = lambda steps: steps[-1][0]  # noqa: E731
-    assert device.rates[group(at_risk) - 1] > device.rates[group(in_time) - 1]
-    assert sorted(ms for _, ms in at_risk[100:])[100] <= 14.0 < max(ms for _, ms in at_risk[100:])
+    slo, device = impatient()
+    rate = lambda steps: device.rates[steps[-1][0] - 1]  # noqa: E731
+    in_time = serve(slo, device, load(waiting_work=5000.0), 300)
+    late = serve(slo, device, load(waiting_work=5000.0, newest_wait_ms=800.0), 300)
+    assert rate(late) > rate(in_time)
+    assert sorted(ms for _, ms in late[100:])[100] <= 20.0 < max(ms for _, ms in late[100:])
+
+
+def test_prefill_is_as_fast_as_first_tokens_need_and_no_faster():
+    """With these slow steps the last two groups keep the target in nearly all steps, and all of them in usual ones."""
+    slo, device = impatient()
+    for needed, groups in ((5.0, {3, 4}), (13.5, {3}), (17.0, {2}), (1000.0, {1})):
+        steps = serve(slo, device, load(waiting_work=needed * 1000.0 * TTFT_PLANNED), 300)
+        assert {group for group, _ in steps[200:]} <= groups
+
+
+def test_a_need_that_changes_a_little_changes_no_group():
+    """From one that is fast enough half of the time and safe, to one that is always fast enough and is not: once."""
+    slo, device = impatient(noise=0.1, itl_ms=15.0)
+    needs = [device.rates[2] * (0.97 + 0.06 * (step % 9 > 4)) * 1000.0 * TTFT_PLANNED for step in range(400)]
+    groups = [device.step(slo, load(waiting_work=work))[0] for work in needs][100:]
+    assert {2} <= set(groups) <= {2, 3} and sum(a != b for a, b in pairwise(groups)) <= 4
+
+
+def test_the_rate_that_is_needed_is_of_the_prompt_with_the_least_time():
+    assert needed_rate(load(), None) == needed_rate(load(waiting_work=0.0, oldest_wait_ms=1e6), 1000.0) == 0.0
+    queue = load(lane_work=2000.0, waiting_work=4000.0)
+    planned_ms = 1000.0 * TTFT_PLANNED
+    assert needed_rate(queue, 1000.0) == pytest.approx(6000.0 / planned_ms)
+    old = replace(queue, oldest_wait_ms=planned_ms - 100.0)
+    assert needed_rate(old, 1000.0) == pytest.approx(2000.0 / 100.0)
+    together = replace(old, newest_wait_ms=planned_ms - 200.0)
+    assert needed_rate(together, 1000.0) == pytest.approx(6000.0 / 200.0)
+    assert needed_rate(replace(queue, oldest_wait_ms=planned_ms), 1000.0) == math.inf
 
 
 def test_the_limit_of_itl_is_never_below_the_target():

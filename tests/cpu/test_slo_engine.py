@@ -2,6 +2,7 @@
 """The slo policy in a real engine: it is told of every step, decides, and changes no token."""
 
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -89,11 +90,10 @@ def test_a_target_that_cannot_be_met_changes_no_token_and_starves_no_prompt(slo,
 
 
 class Impossible:
+    ttft_ms = None
+
     def of(self, alone_ms, wait_ms=0.0):
         return alone_ms / 2
-
-    def is_ttft_at_risk(self, wait_ms):
-        return False
 
 
 class Known:
@@ -136,6 +136,27 @@ def test_the_load_has_the_wait_of_the_oldest_request_without_a_token(slo):
     slo.run([Arrival("chat", prompt(50, 1), GREEDY), Arrival("long", prompt(200, 2), GREEDY, 10)])
     waits = [load.oldest_wait_ms for load in spy.loads if load.prefill_tokens and load.decode_batch]
     assert waits[0] > 0 and waits == sorted(waits), "the long prompt waits, the chat has its first token"
+
+
+def test_the_load_has_the_work_that_is_left_in_the_lane_and_outside_of_it(slo):
+    """A prompt of three chunks, of which one is in the lane at a time, and a prompt that comes later."""
+    spy = use(slo, Spy(layers=1))
+    slo.set_chunk(70)
+    try:
+        later = Arrival("later", prompt(30, 3), GREEDY, 11)
+        slo.run([Arrival("chat", prompt(50, 1), GREEDY), Arrival("long", prompt(200, 2), GREEDY, 10), later])
+    finally:
+        slo.set_chunk(ENGINE["max_num_batched_tokens"])
+    beside = [load for load in spy.loads if load.prefill_tokens and load.decode_batch and load.waiting_work]
+    layers = beside[0].model_layers
+    assert all(0 <= load.lane_work <= 70 for load in beside)
+    first = [load for load in beside if load.waiting_work in (130, 160)]
+    assert {load.waiting_work for load in first} == {130, 160} and 70 / layers in {load.lane_work for load in first}
+    totals = [load.lane_work + load.waiting_work for load in beside]
+    added = [after - before for before, after in pairwise(totals) if after > before]
+    assert totals[0] == 200 and len(added) == 1 and 0 < added[0] <= 30, "less with every layer, and once a prompt more"
+    waits = [(load.oldest_wait_ms, load.newest_wait_ms) for load in first if load.waiting_work == 160]
+    assert all(0 < newest < oldest for oldest, newest in waits)
 
 
 @pytest.mark.parametrize("tokens", [16, 100, 10_000])

@@ -8,9 +8,12 @@ it takes alone, times the group's slowdown, times a tail factor: the target is f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from vllm_pdmux.policy.deadline import needed_rate
 from vllm_pdmux.policy.estimates import Belief, Beside, DecodeAlone, Rate, Share
 from vllm_pdmux.policy.fused import FusedSteps
 from vllm_pdmux.policy.prior import ALL_FIXED, Mix, Prior
@@ -22,11 +25,11 @@ DEFAULT_TARGET = 1.5  # times a decode step alone, when no target is given
 # Neither lane starves: a prompt that has waited for so long lets ITL grow, but not above so many times its target.
 PREFILL_WAIT_LIMIT_MS = 10_000.0
 ITL_LIMIT = 4.0
-# From this share of the target for the first token on, the one for ITL is kept by the usual step, not by the slow ones
-# too: a request whose mean time per token keeps it is served as asked, one whose first token is late is not.
+# While it is not known how fast the groups prefill, a first token is at risk from this share of its target on.
 TTFT_AT_RISK = 0.5
-# A group is left for a better one only when that is expected to prefill so much faster.
-WORTH_A_SWITCH = 1.05
+# A group is left for a better one only when that is expected to prefill so much faster, and for one with shorter steps
+# only when that is fast enough with so much to spare.
+WORTH_A_SWITCH, TO_SPARE = 1.05, 1.15
 # A new group stays for so many decisions, and the first of its steps, which may have had layers of the old one beside
 # them, say nothing of it.
 STAY, UNSETTLED = 6, 2
@@ -58,9 +61,11 @@ class Target:
             return target_ms
         return max(target_ms, self.itl_limit_ms) if self.itl_limit_ms is not None else target_ms * ITL_LIMIT
 
-    def is_ttft_at_risk(self, wait_ms: float) -> bool:
-        """Whether a prompt has waited for so long that its own target may be missed."""
-        return self.ttft_ms is not None and wait_ms > self.ttft_ms * TTFT_AT_RISK
+
+class _Choice(NamedTuple):
+    group: int
+    belief: Belief
+    is_within: bool  # whether it is expected to meet the target
 
 
 class SloPolicy:
@@ -102,19 +107,22 @@ class SloPolicy:
     # --- deciding --------------------------------------------------------------------------------------------------
 
     def decide(self, load: Load) -> Decision:
-        """The group with the most prefill that is expected to meet the target; else the one that comes nearest."""
+        """The group with the most prefill whose slow steps too are expected to meet the target.
+
+        Where that is too slow for first tokens to be in time, the least faster one, whose usual steps still meet it: a
+        request whose mean time per token keeps its target is served as asked, one whose first token is late is not.
+        """
         if alone := decide_alone(load, len(self._shares)):
             return alone
         alone_ms = self._alone.ms(load.decode_batch, load.context_tokens)
         self._mix = self._mix_of(load)
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
-        usual_ms = target_ms / self._tail_for(load, self._tail)
-        group, belief = self._choose(alone_ms, usual_ms, self._mix)
-        expected_ms = alone_ms * belief.slowdown * belief.hope
+        choice = self._choose(load, alone_ms, target_ms, self._mix)
         is_asked = target_ms == self._target.of(alone_ms)  # no prompt has waited too long
-        if self._paced_by_device and is_asked and expected_ms > usual_ms:
-            self._count_infeasible(expected_ms * target_ms / usual_ms, target_ms)
-        return Decision(self._switch_to(group), self._layers(load, alone_ms, usual_ms))
+        if self._paced_by_device and is_asked and not choice.is_within:
+            expected_ms = alone_ms * choice.belief.slowdown * choice.belief.hope
+            self._count_infeasible(expected_ms * self._tail.factor, target_ms)
+        return Decision(self._switch_to(choice.group), self._layers(load, alone_ms, target_ms))
 
     def fused_tokens(self, load: Load) -> int:
         """Prompt tokens of a fused step that meets the target, where that prefills faster than the best group."""
@@ -129,12 +137,15 @@ class SloPolicy:
         ):
             return 0
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
-        step_ms = target_ms / self._tail_for(load, self._fused.tail)
+        step_ms = target_ms / self._fused.tail.factor
         work = self._fused.work(step_ms, alone_ms, full_rate)
+        if work < self._needed_rate(load) * step_ms:
+            step_ms = target_ms
+            work = self._fused.work(step_ms, alone_ms, full_rate)
         tokens = self._work.tokens(work, load.computed_tokens) if work else 0
         if tokens < SMALLEST_FUSED_TOKENS:
             return 0
-        best = self._choose(alone_ms, target_ms / self._tail_for(load, self._tail), self._mix_of(load))[1]
+        best = self._choose(load, alone_ms, target_ms, self._mix_of(load)).belief
         return tokens if self._is_sooner_fused(load, work / step_ms, full_rate, best, alone_ms) else 0
 
     def _is_sooner_fused(self, load: Load, fused_rate: float, full_rate: float, best: Belief, alone_ms: float) -> bool:
@@ -165,24 +176,52 @@ class SloPolicy:
             return self._beside.beliefs(self._mix)[self._group - 1].rate
         return self._full_rate.value
 
-    def _tail_for(self, load: Load, tail: Tail) -> float:
-        """By what a target is divided for the usual step."""
-        return 1.0 if self._target.is_ttft_at_risk(load.oldest_wait_ms) else tail.factor
+    def _needed_rate(self, load: Load) -> float:
+        """Work per ms that first tokens need to be in time."""
+        if self._beside.knows_a_rate or self._full_rate.value is not None:
+            return needed_rate(load, self._target.ttft_ms)
+        is_at_risk = self._target.ttft_ms is not None and load.oldest_wait_ms > self._target.ttft_ms * TTFT_AT_RISK
+        return math.inf if is_at_risk else 0.0
 
-    def _choose(self, alone_ms: float, usual_ms: float, mix: Mix) -> tuple[int, Belief]:
-        """The group with the most prefill of which a usual step takes no longer, and what is believed of it."""
+    def _choose(self, load: Load, alone_ms: float, target_ms: float, mix: Mix) -> _Choice:
+        """See `decide`. Where no group meets the target it is the one with the shortest steps."""
         beliefs = self._beside.beliefs(mix)
         safest = min(range(len(beliefs)), key=lambda place: beliefs[place].slowdown)
         if not self._alone.is_known:
-            return safest + 1, beliefs[safest]
-        allowed = usual_ms / alone_ms
-        rates = [one.rate / one.hope if one.slowdown * one.hope <= allowed else 0.0 for one in beliefs]
-        best = max(range(len(beliefs)), key=lambda place: (rates[place], -beliefs[place].slowdown))
-        if not rates[best]:
-            best = safest
-        elif self._group is not None and 0.0 < rates[best] < WORTH_A_SWITCH * rates[self._group - 1]:
-            best = self._group - 1
-        return best + 1, beliefs[best]
+            return _Choice(safest + 1, beliefs[safest], True)
+        steps_ms = [alone_ms * one.slowdown * one.hope for one in beliefs]
+        rates = [one.rate / one.hope for one in beliefs]
+        safe = [place for place, ms in enumerate(steps_ms) if ms * self._tail.factor <= target_ms]
+        best = self._fastest(safe, rates, beliefs)
+        needed = self._needed_rate(load)
+        is_safe = self._place_in_use is None or self._place_in_use in safe
+        if needed and (best is None or rates[best] < needed * (1.0 if is_safe else TO_SPARE)):
+            usual = [place for place, ms in enumerate(steps_ms) if ms <= target_ms]
+            best = self._fast_enough(usual, rates, steps_ms, needed)
+        if best is None:
+            return _Choice(safest + 1, beliefs[safest], False)
+        return _Choice(best + 1, beliefs[best], True)
+
+    def _fastest(self, places: list[int], rates: list[float], beliefs: list[Belief]) -> int | None:
+        """Of these groups the one with the most prefill; the one in use where it is hardly slower."""
+        if not places:
+            return None
+        best = max(places, key=lambda place: (rates[place], -beliefs[place].slowdown))
+        in_use = self._place_in_use
+        return in_use if in_use in places and rates[best] < WORTH_A_SWITCH * rates[in_use] else best
+
+    def _fast_enough(self, places: list[int], rates: list[float], steps_ms: list[float], needed: float) -> int | None:
+        """Of these groups the one with the shortest steps that prefills at `needed`; else the one with the most."""
+        enough = [place for place in places if rates[place] >= needed]
+        if not enough:
+            return max(places, key=lambda place: rates[place], default=None)
+        best = min(enough, key=lambda place: steps_ms[place])
+        in_use = self._place_in_use
+        return in_use if in_use in enough and rates[best] < TO_SPARE * needed else best
+
+    @property
+    def _place_in_use(self) -> int | None:
+        return None if self._group is None else self._group - 1
 
     def _mix_of(self, load: Load) -> Mix:
         return self._alone.mix(load.decode_batch, load.context_tokens)
@@ -195,13 +234,17 @@ class SloPolicy:
             self._group, self._stay, self._unsettled = group, STAY, UNSETTLED
         return self._group or group
 
-    def _layers(self, load: Load, alone_ms: float, usual_ms: float) -> int:
+    def _layers(self, load: Load, alone_ms: float, target_ms: float) -> int:
         """On a GPU all; else those whose time fits between a decode step alone and a usual one, one at least."""
         if self._paced_by_device:
             return ALL_LAYERS
         rate = self._full_rate.value
         if rate is None or not load.prefill_work or not self._alone.is_known:
             return max(1, load.model_layers // 8)
+        # Of a step all but decode is prefill: this is the shortest one with which first tokens are in time.
+        needed = self._needed_rate(load)
+        needed_ms = alone_ms / (1 - needed / rate) if needed < rate else math.inf
+        usual_ms = min(max(target_ms / self._tail.factor, needed_ms), target_ms)
         spare_ms = usual_ms - alone_ms
         layer_ms = max(load.prefill_work / rate / load.model_layers, SHORTEST_STEP_MS)
         return min(max(1, int(spare_ms / layer_ms)), ALL_LAYERS)

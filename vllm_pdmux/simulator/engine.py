@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
@@ -104,19 +104,24 @@ def simulate(
     max_num_seqs: int = 256,
     ttft_slo_ms: float = float("inf"),
     tpot_slo_ms: float = float("inf"),
+    noise: Callable[[], float] = lambda: 1.0,
 ) -> Result:
-    """Serve `arrivals` with stock vLLM, or with the lanes under a policy over the profile's groups, in order."""
-    engine = _Engine(profile, arm, max_prefill_tokens, max_num_seqs, ttft_slo_ms, tpot_slo_ms)
+    """Serve `arrivals` with stock vLLM, or with the lanes under a policy over the profile's groups, in order.
+
+    `noise`: asked in each step in which something decodes, by what to multiply its time.
+    """
+    engine = _Engine(profile, arm, max_prefill_tokens, max_num_seqs, ttft_slo_ms, tpot_slo_ms, noise)
     return engine.serve(arrivals)
 
 
 class _Engine:
-    def __init__(self, profile, arm, max_prefill_tokens, max_num_seqs, ttft_slo_ms, tpot_slo_ms):
+    def __init__(self, profile, arm, max_prefill_tokens, max_num_seqs, ttft_slo_ms, tpot_slo_ms, noise):
         self._profile: DeviceProfile = profile
         self._stock = arm if isinstance(arm, Stock) else None
         self._policy: Policy | None = None if isinstance(arm, Stock) else arm
         self._max_prefill_tokens, self._seats = max_prefill_tokens, max_num_seqs
         self._ttft_slo_ms, self._tpot_slo_ms = ttft_slo_ms, tpot_slo_ms
+        self._noise = noise
         self._result = Result()
         self._work = profile.prompt_work
         self._cache = _Cache(profile.kv_tokens)
@@ -161,6 +166,8 @@ class _Engine:
             prefill_work=self._batch.work if self._batch else 0.0,
             computed_tokens=computed,
             oldest_wait_ms=self._oldest_wait_ms(),
+            lane_work=self._batch.work * (1 - self._batch.done_ms / self._batch.total_ms) if self._batch else 0.0,
+            newest_wait_ms=self._newest_wait_ms(),
             waiting_work=self._waiting_work(),
             is_lane_busy=self._batch is not None,
         )
@@ -199,6 +206,10 @@ class _Engine:
         first = islice(self._waiting, MOST_WAITING)
         return sum(self._work.of(request.left, request.computed) for request in first)
 
+    def _newest_wait_ms(self) -> float:
+        last = self._waiting[min(len(self._waiting), MOST_WAITING) - 1] if self._waiting else None
+        return self._now_ms - last.arrival.at_ms if last else 0.0
+
     def _oldest_wait_ms(self) -> float:
         first = ([self._batch.parts[0][0]] if self._batch else []) + ([self._waiting[0]] if self._waiting else [])
         return self._now_ms - min((request.arrival.at_ms for request in first), default=self._now_ms)
@@ -232,7 +243,7 @@ class _Engine:
             self._join(batch)
 
     def _decode_ms(self) -> float:
-        return self._profile.decode_ms(len(self._decoding), self._context_tokens)
+        return self._profile.decode_ms(len(self._decoding), self._context_tokens) * self._noise()
 
     def _observation(self, kind: Kind, step_ms: float, work: float, group: int = 0) -> Observation:
         return Observation(kind, step_ms, len(self._decoding), self._context_tokens, work, group)
