@@ -6,7 +6,9 @@ Started by other benchmarks as a process that obeys lines of JSON, each of which
     {"cell": "B:C:P", "setting": ..., "prompts": ..., "limit_s": ...}
     {"replay": ..., "setting": ..., "limit_s": ...}     arrivals as in a service
     {"alone": TOKENS}                                   a prompt with nothing decoding
+    {"streams": "B:C:P", "setting": ...}                how busy each stream of the GPU is, by torch's profiler
     {"calibrate": true}                                 the policy slo of this process
+    {"prior": {...}}                                    it begins with this profile, which a calibration has found
 
 A setting is a chunk size (stock), or ``capped:SMS`` or ``disjoint:SMS`` (the plugin; SMs of the prefill lane), or
 ``slo:ITL`` or ``slo:ITL:TTFT`` (its policy, with targets in ms).
@@ -21,20 +23,21 @@ import random
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("PDMUX_EXPERIMENTAL_CUDA", "1")
 
 import shapes
+import torch
 from arrivals import Request, quantile, serve
 from machine import description
 
 ALONE_STEPS = 40
+PROFILED_AFTER, PROFILED_STEPS = 12, 30
 ANSWER = "PDMUX-ANSWER "  # before each answer, since libraries print too
 NO_END = 100_000
 
@@ -63,6 +66,10 @@ def main() -> None:
 def obey(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
     if "alone" in order:
         return {"prefill_alone_ttft_ms": engine.prefill_alone_ms(order["alone"])}
+    if "streams" in order:
+        return engine.streams(*map(int, order["streams"].split(":")), order["setting"])
+    if "prior" in order:
+        return engine.begin_with(order["prior"])
     if "calibrate" in order:
         return engine.calibrate()
     if "replay" in order:
@@ -135,13 +142,7 @@ class Engine:
         stock's smallest chunks only what is done in `limit_s`."""
         # A policy that learns sees decode alone too, as it would in a server.
         self._use(setting if str(setting).startswith("slo") else None)
-        if (batch, context) not in self._contexts:
-            self._contexts[batch, context] = [self._prompt(context) for _ in range(batch)]
-        decoding = {self._add(prompt, NO_END if context > 1000 else 400) for prompt in self._contexts[batch, context]}
-        lengths: dict[str, int] = {}
-        while len(lengths) < batch or min(lengths.values()) < 5:
-            for output in self._engine.step():
-                lengths[output.request_id] = len(output.outputs[0].token_ids)
+        decoding = self._decoding(batch, context)
         alone = self._gaps(decoding, lambda gaps, ended: len(gaps) >= ALONE_STEPS)[0]
         self._use(setting)
         prompts = [self._add(self._prompt(tokens), 1) for _ in range(prompt_count)]
@@ -151,9 +152,7 @@ class Engine:
         )
         done = tokens * len(ended) + sum(self._computed(one) for one in prompts if one not in ended)
         rate = done / seconds
-        self._engine.abort_request([*decoding, *prompts])
-        for _ in range(6):
-            self._engine.step()
+        self._end([*decoding, *prompts])
         return {
             "itl_alone_ms": quantile(alone, 0.5),
             "itl_p50_ms": quantile(gaps, 0.5),
@@ -163,6 +162,21 @@ class Engine:
             "steady_tokens_per_s": steady_rate(list(ended.values()), tokens, rate),
             "steps": float(len(gaps)),
         }
+
+    def streams(self, batch: int, context: int, tokens: int, setting: Any) -> dict[str, Any]:
+        """What each stream of the GPU is busy with in a second or so of decode steps beside prefill."""
+        from streams import stream_use
+
+        self._use(None)
+        decoding = self._decoding(batch, context)
+        self._use(setting)
+        prompts = [self._add(self._prompt(tokens), 1) for _ in range(4)]
+        self._gaps(decoding, lambda gaps, ended: len(gaps) >= PROFILED_AFTER)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            gaps = self._gaps(decoding, lambda gaps, ended: len(gaps) >= PROFILED_STEPS)[0]
+            torch.cuda.synchronize()
+        self._end([*decoding, *prompts])
+        return {"itl_p50_ms": quantile(gaps, 0.5), "streams": stream_use(profiled)}
 
     def calibrate(self) -> dict[str, Any]:
         """From now on slo begins with what is measured now. The profile, its errors on points that were held out."""
@@ -176,6 +190,13 @@ class Engine:
             self._profile, self._policies = found.profile, {}
         return {"profile": found.profile.model_dump(), "refused": refused, **found.details()}
 
+    def begin_with(self, profile: dict[str, Any]) -> dict[str, Any]:
+        """From now on slo begins with `profile`."""
+        from vllm_pdmux.simulator import DeviceProfile
+
+        self._profile, self._policies = DeviceProfile.model_validate(profile), {}
+        return {"groups": len(self._profile.groups)}
+
     def replay(self, arrivals: list[list[Any]], setting: Any, limit_s: float) -> dict[str, Any]:
         """Serve `arrivals` at their times, `limit_s` at most, and what each request saw."""
         self._use(setting)
@@ -183,12 +204,16 @@ class Engine:
         requests = [Request(*one) for one in arrivals]
         if not str(setting).startswith("slo"):
             return serve(self._engine, requests, shapes.vocabulary(self._args.shape), limit_s)
-        policy, steps = self._scheduler._pdmux_policy, Counter()
+        policy, steps = self._scheduler._pdmux_policy, defaultdict(list)
         counts = ("missed_steps", "infeasible_decisions")
         before = {name: getattr(policy, name) for name in counts}
-        with mock.patch.object(policy, "observe", counted(policy.observe, self._groups, steps)):
+        with mock.patch.object(policy, "observe", listed(policy.observe, self._groups, steps)):
             served = serve(self._engine, requests, shapes.vocabulary(self._args.shape), limit_s)
-        return {**served, "steps": dict(steps), **{name: getattr(policy, name) - before[name] for name in counts}}
+        kinds = {
+            kind: {"steps": len(ms), "p50_ms": quantile(ms, 0.5), "p95_ms": quantile(ms, 0.95)}
+            for kind, ms in steps.items()
+        }
+        return {**served, "steps": kinds, **{name: getattr(policy, name) - before[name] for name in counts}}
 
     def _settings(self) -> dict[str, Any]:
         splits = [group.split(":") for group in self._groups]
@@ -233,6 +258,22 @@ class Engine:
             self._policies[setting] = policy, Observer(policy, work), work
         scheduler._pdmux_policy, scheduler._observer, scheduler._prompt_work = self._policies[setting]
 
+    def _decoding(self, batch: int, context: int) -> set[str]:
+        """So many requests with this context, all of which decode."""
+        if (batch, context) not in self._contexts:
+            self._contexts[batch, context] = [self._prompt(context) for _ in range(batch)]
+        decoding = {self._add(prompt, NO_END if context > 1000 else 400) for prompt in self._contexts[batch, context]}
+        lengths: dict[str, int] = {}
+        while len(lengths) < batch or min(lengths.values()) < 5:
+            for output in self._engine.step():
+                lengths[output.request_id] = len(output.outputs[0].token_ids)
+        return decoding
+
+    def _end(self, request_ids: list[str]) -> None:
+        self._engine.abort_request(request_ids)
+        for _ in range(6):
+            self._engine.step()
+
     def _prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(10, shapes.vocabulary(self._args.shape)) for _ in range(tokens)]
 
@@ -274,14 +315,14 @@ def steady_rate(ended_s: list[float], tokens: int, whole: float) -> float:
     return tokens * (len(ended_s) - 1) / (max(ended_s) - min(ended_s))
 
 
-def counted(observe: Callable[[Any], None], groups: list[str], steps: Counter) -> Callable[[Any], None]:
-    """`observe`, counting what it is told in `steps`: "decode", "prefill", "fused", or the group beside prefill."""
+def listed(observe: Callable[[Any], None], groups: list[str], steps: dict[str, list[float]]) -> Callable[[Any], None]:
+    """`observe`, putting what each step took in `steps`: "decode", "prefill", "fused", or the group beside prefill."""
 
-    def count(step: Any) -> None:
-        steps[groups[step.group - 1] if step.kind.value == "beside" else step.kind.value] += 1
+    def put(step: Any) -> None:
+        steps[groups[step.group - 1] if step.kind.value == "beside" else step.kind.value].append(step.step_ms)
         observe(step)
 
-    return count
+    return put
 
 
 def log(text: str) -> None:
