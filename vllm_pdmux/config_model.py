@@ -147,7 +147,7 @@ class PDMuxConfig(BaseModel):
         None, ge=1, description="The stream group that policy fixed uses, 1 to sm_group_num - 2."
     )
     layers_per_group: int | None = Field(
-        None, ge=1, description="Layers of one layer group; comes before split_forward_token_budget."
+        None, ge=1, description="Layers of one layer group; comes before split_forward_token_budget. Not with policy slo."
     )
     max_prefill_tokens: int | None = Field(
         None,
@@ -220,6 +220,11 @@ def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
             problems += _target_problems(values["policy"], target, values[target])
     if {"policy", "calibration"} <= values.keys():
         problems += _calibration_problems(values["policy"], values["calibration"])
+    layers = values.get("layers_per_group")
+    if layers is not None and values.get("policy") == "slo":
+        # The token budget is in SGLang's files, so it may stand there unused.
+        text = f"layers_per_group is {layers} but policy slo, which chooses layers itself, does not use it: remove it"
+        problems.append(Inconsistency(("policy", "layers_per_group"), text))
     target_ms, limit_ms = values.get("itl_slo_ms"), values.get("itl_limit_ms")
     if target_ms is not None and limit_ms is not None and limit_ms < target_ms:
         text = f"itl_limit_ms is {limit_ms:g} but must be at least itl_slo_ms, {target_ms:g}: raise it, or remove it"

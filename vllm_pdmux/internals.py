@@ -110,6 +110,8 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.platforms.interface", "Platform", "get_device_name num_compute_units", "calibration.identity"),
     *_all("vllm.platforms.interface", "Platform", "get_device_capability", "calibration.identity"),
     *_all("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", "cli.calibrate"),
+    *_all("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", "cli.checks.engine"),
+    *_all("vllm.v1.engine.llm_engine", "LLMEngine", "add_request step has_unfinished_requests", "verify.answers"),
     # What a config says that we refuse.
     *_all("vllm.config.vllm", "VllmConfig", "model_config cache_config kv_transfer_config", "support"),
     *_all("vllm.config.vllm", "VllmConfig", "ec_transfer_config speculative_config lora_config", "support"),

@@ -73,7 +73,7 @@ def target(config: PDMuxConfig) -> Target:
 
 def shares(config: PDMuxConfig, splits: int) -> tuple[Share, ...]:
     """What each mixed group gives the lanes, as far as the configuration says it."""
-    sharing = [config.sharing] * splits if isinstance(config.sharing, str) else config.sharing
+    sharing = [config.sharing] * splits if isinstance(config.sharing, str) else config.sharing[:splits]
     if config.manual_divisions:
         parts = [prefill_sms / (prefill_sms + decode_sms) for prefill_sms, decode_sms, _ in config.manual_divisions]
     else:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 MIN_VERSION, END_VERSION = (0, 32), (0, 34)  # supported: MIN <= vLLM < END
 ALLOW_UNTESTED = "PDMUX_ALLOW_UNTESTED"
-EXPERIMENTAL_CUDA = "PDMUX_EXPERIMENTAL_CUDA"  # lanes on NVIDIA GPUs: built and measured, not yet tested in every case
 
 
 class UnsupportedError(ValueError):
@@ -113,19 +112,7 @@ def problems(vllm_config: VllmConfig, distribution: tuple[str, str], environ: Ma
             continue  # a vLLM without this setting: `internals` lists it, so it is among the version problems
         if value:
             found.append(f"{refusal.feature} ({value}) is not supported: {refusal.remedy}")
-    return found + _platform_problems() + cuda_problems(vllm_config, environ) + version_problems(distribution, environ)
-
-
-def cuda_problems(vllm_config: VllmConfig, environ: Mapping[str, str]) -> list[str]:
-    """What is refused on an NVIDIA GPU beyond what is refused anywhere."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return []
-    found = []
-    if environ.get(EXPERIMENTAL_CUDA) != "1":
-        found.append(f"lanes on NVIDIA GPUs are experimental in this version: set {EXPERIMENTAL_CUDA}=1 to use them")
-    return found
+    return found + _platform_problems() + version_problems(distribution, environ)
 
 
 def settings_problems(vllm_config: VllmConfig, settings: PDMuxConfig) -> list[str]:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be served is an error at start: it names the setting, the value and the way out, all problems at once."""
+"""What cannot be served is an error at start: it names the setting, the value and the way out, all problems at once.
+
+And what a command cannot do is one line, by the same rule.
+"""
 
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 from process_helpers import resolve, resolve_afresh, run_engine
 
-from vllm_pdmux import internals
+from vllm_pdmux import cli, internals
 from vllm_pdmux.activation import ActivationError, asked_by, require_active
 from vllm_pdmux.internals import INTERNALS
 from vllm_pdmux.support import REFUSALS, problems, version_problems
@@ -125,7 +130,9 @@ USED = {  # feature: the setting that uses it, its value, how the message shows 
     "data parallelism": ("parallel_config.data_parallel_size", 2, "data_parallel_size=2"),
     "decode context parallelism": ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=2"),
     "prefill context parallelism": (
-        "parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size=2",
+        "parallel_config.prefill_context_parallel_size",
+        2,
+        "prefill_context_parallel_size=2",
     ),
     "dual batch overlap": ("parallel_config.use_ubatching", True, "--enable-dbo"),
     "a KV connector": ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector"), "NixlConnector"),
@@ -229,7 +236,8 @@ REFUSED = {
         "prefill lane",
     ),
     "a pooling model": (
-        {"runner": "pooling"}, "pooling models (--runner pooling) is not supported: use a generative model",
+        {"runner": "pooling"},
+        "pooling models (--runner pooling) is not supported: use a generative model",
     ),
 }
 
@@ -305,8 +313,7 @@ def test_a_platform_of_vllm_that_we_do_not_serve_is_named(monkeypatch):
     other = type("XPUPlatform", (), {"__module__": "vllm.platforms.xpu", "is_cpu": no, "is_cuda": no})
     monkeypatch.setattr(platforms, "current_platform", other())
     assert problems(servable(), INSTALLED, {}) == [
-        "the platform vllm.platforms.xpu.XPUPlatform is not supported: "
-        "pdmux serves the CPU and NVIDIA builds of vLLM"
+        "the platform vllm.platforms.xpu.XPUPlatform is not supported: pdmux serves the CPU and NVIDIA builds of vLLM"
     ]
 
 
@@ -323,17 +330,14 @@ def on_cuda(monkeypatch):
     return become
 
 
-def test_a_gpu_is_asked_for_by_name(on_cuda):
+def test_a_gpu_whose_sms_can_be_partitioned_is_served(on_cuda):
     on_cuda(90)
-    assert problems(servable(), INSTALLED, {}) == [
-        "lanes on NVIDIA GPUs are experimental in this version: set PDMUX_EXPERIMENTAL_CUDA=1 to use them"
-    ]
-    assert problems(servable(), INSTALLED, {"PDMUX_EXPERIMENTAL_CUDA": "1"}) == []
+    assert problems(servable(), INSTALLED, {}) == []
 
 
 def test_a_gpu_whose_sms_cannot_be_partitioned_is_refused(on_cuda):
     on_cuda(75)
-    assert problems(servable(), INSTALLED, {"PDMUX_EXPERIMENTAL_CUDA": "1"}) == [
+    assert problems(servable(), INSTALLED, {}) == [
         "the GPU is older than compute capability 8.0, which SM partitions need: use a newer GPU"
     ]
 
@@ -353,6 +357,127 @@ def test_an_engine_whose_vllm_did_not_find_our_entry_point_ends_with_the_reason(
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"))
     with pytest.raises(ActivationError, match="its entry point was not found by vLLM; reinstall vllm-pdmux"):
         require_active(config, {"VLLM_PLUGINS": "another,pdmux"})
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+BROKEN, FOLDER, MISSING, NO_GPU = "broken.yml", "folder", "missing.yml", "no-gpu.yml"
+A_PROFILE = ["--profile", "benchmarks/results/profile-h200-llama-8b.json"]
+COMMANDS = {  # a command that would do something, and its option for a file of settings
+    "plan": (["--sms", "132"], "--config"),
+    "config": ([], "--file"),
+    "doctor": ([], "--config"),
+    "calibrate": (["--model", "MODEL"], "--config"),
+    "verify": (["--model", "MODEL"], "--config"),
+}
+WRONG_FILES = {
+    BROKEN: "file FILE: is not YAML or JSON",
+    FOLDER: "file FILE: cannot be read as FILE (Is a directory)",
+    MISSING: "file FILE: cannot be read as FILE (No such file or directory)",
+}
+WRONG = {
+    "plan, model": (["plan", "--sms", "132", "--model", "/no/such"], "--model is '/no/such' but /no/such/config.json"),
+    "doctor, model": (["doctor", "--model", "/no/such"], "vLLM does not start with /no/such: it is no folder"),
+    "calibrate, model": (["calibrate", "--model", "/no/such"], "vLLM does not start with /no/such: it is no folder"),
+    "verify, model": (["verify", "--model", "/no/such"], "vLLM does not start with /no/such: it is no folder"),
+    "verify, folder": (["verify", "--model", "."], "vLLM does not start with .: it is no folder with a config.json"),
+    "demo, model": (["demo", "--model", "/no/such"], "--model is '/no/such' but must be the folder of a model"),
+    "plan, profile": (["plan", "--sms", "132", "--profile", "."], "profile .: cannot be read (Is a directory)"),
+    "simulate, profile": (["simulate", "--profile", "/no/such", "--rate", "1"], "profile /no/such: cannot be read (No"),
+    "simulate, trace": (["simulate", *A_PROFILE, "--trace", "/no/such.csv"], "/no/such.csv"),
+    "verify, rounds": (["verify", "--model", "m", "--rounds", "0"], "--rounds: is '0' but must be a number above 0"),
+    "verify, no model": (["verify"], "the following arguments are required: --model"),
+}
+
+
+def one_line(capfd, command):
+    """What a command that must fail has said."""
+    code = cli.main(command)
+    out, err = capfd.readouterr()
+    assert code == 2 and out == "" and err.count("\n") == 1 and err.isascii(), err
+    assert err.startswith(f"vllm-pdmux {command[0]}: ")
+    return err.removeprefix(f"vllm-pdmux {command[0]}: ")
+
+
+@pytest.mark.parametrize("wrong, expected", WRONG_FILES.items(), ids=WRONG_FILES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_of_settings_that_cannot_be_used_is_one_line_of_any_command(capfd, tmp_path, command, wrong, expected):
+    (tmp_path / BROKEN).write_text("sm_group_num: [8")
+    (tmp_path / FOLDER).mkdir()
+    arguments, option = COMMANDS[command]
+    file = str(tmp_path / wrong)
+    said = one_line(capfd, [command, *arguments, option, file])
+    assert said.startswith(expected.replace("FILE", file))
+
+
+@pytest.mark.parametrize("command, expected", WRONG.values(), ids=WRONG)
+def test_what_is_missing_is_one_line(capfd, command, expected):
+    assert expected in one_line(capfd, command)
+
+
+@pytest.mark.parametrize("command", ["calibrate", "verify", "demo"])
+def test_a_missing_vllm_is_one_line(capfd, monkeypatch, command):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = one_line(capfd, [command, *(["--model", "m"] if command != "demo" else [])])
+    assert said.startswith("vLLM is not installed here: ") and "pip install" in said
+
+
+def test_a_setting_that_needs_a_gpu_is_one_line_where_there_is_none(capfd, tmp_path, tiny_model_path):
+    file = tmp_path / NO_GPU
+    file.write_text("backend: cuda")
+    asked = ["calibrate", "--model", tiny_model_path, "--config", str(file), "--enforce-eager"]
+    assert cli.main(asked) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("vllm-pdmux")]
+    assert len(said) == 1 and "backend cuda needs an NVIDIA GPU: set backend auto" in said[0]
+
+
+class Trouble:
+    """A command that raises."""
+
+    NAME, HELP = "trouble", "raise"
+
+    def __init__(self, error):
+        self._error = error
+
+    def add_arguments(self, parser):
+        pass
+
+    def run(self, args):
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (cli.CommandError("no such file"), 2, "no such file"),
+        (RuntimeError("first\nsecond"), 3, "RuntimeError: first second (not foreseen; --debug shows where)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+@pytest.mark.parametrize("debug", [[], ["trouble", "--debug"], ["--debug", "trouble"]])
+def test_a_traceback_is_shown_with_debug_alone(capsys, monkeypatch, error, code, line, debug):
+    monkeypatch.setitem(cli.COMMANDS, "trouble", "trouble_module")
+    monkeypatch.setitem(sys.modules, "trouble_module", Trouble(error))
+    assert cli.main(debug or ["trouble"]) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == f"vllm-pdmux trouble: {line}"
+    assert ("Traceback (most recent call last):" in lines) == bool(debug) and (len(lines) > 1) == bool(debug)
+
+
+def test_the_error_of_an_option_has_its_traceback_too(capsys):
+    assert cli.main(["plan", "--sms", "0", "--debug"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "Traceback (most recent call last):" in lines and lines[-1].startswith("vllm-pdmux plan: argument --sms")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_debug(command):
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_pdmux", command, "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout.count("  --debug ") == 1
 
 
 def install_platform_plugin(folder):

@@ -244,7 +244,7 @@ class TestCache:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         said = []
         assert cache.load(self.KEY, said.append) is None
-        assert len(said) == 1 and str(path) in said[0] and "vllm-pdmux calibrate --force" in said[0]
+        assert len(said) == 1 and str(path) in said[0] and "vllm-pdmux calibrate --model MODEL --force" in said[0]
 
     def test_a_file_that_cannot_be_read_is_said(self, cache_folder):
         _, path = self.stored()

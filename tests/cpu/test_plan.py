@@ -91,6 +91,88 @@ def test_a_file_by_option_or_environment(capsys, tmp_path, monkeypatch):
     assert plan_json(capsys, "--sms", "132")["groups"][2]["min_decode_batch"] == 5
 
 
+MEASURED = ROOT / "benchmarks" / "results" / "profile-h200-llama-8b.json"
+ITS_DIVISIONS = "sm_group_num: 4\nmanual_divisions: [[100, 32, 0], [84, 48, 8]]\nsharing: [capped, disjoint]\n"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The folder of a model with this config."""
+
+    def write(config):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        return str(folder)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "config", [{"num_hidden_layers": 30}, {"n_layer": 30}, {"text_config": {"num_hidden_layers": 30}, "n_layer": None}]
+)
+def test_a_model_has_its_layer_groups(capsys, model, config):
+    answer = plan_json(capsys, "--sms", "132", "--model", model(config))
+    assert answer["model_layers"] == 30 and len(answer["groups"]) == 8
+    assert answer["layer_groups"] == [[0, 4], [4, 8], [8, 12], [12, 16], [16, 20], [20, 24], [24, 28], [28, 30]]
+
+
+@pytest.mark.parametrize(
+    "settings, load, groups",
+    [
+        ("layers_per_group: 20", [], [[0, 20], [20, 30]]),
+        ("sm_group_num: 8\nsplit_forward_token_budget: 65536", ["--prefill-tokens", "4096"], [[0, 16], [16, 30]]),
+        ("sm_group_num: 8\nsplit_forward_token_budget: 65536", [], [[0, 8], [8, 16], [16, 24], [24, 30]]),
+        ("layers_per_group: 20", ["--decode-batch", "0"], [[0, 30]]),
+        ("layers_per_group: 20", ["--decode-batch", "3", "--prefill-tokens", "0"], []),
+        ("lane: serial", [], [[0, 30]]),
+        ("itl_slo_ms: 25", [], None),
+    ],
+)
+def test_layer_groups_are_those_of_the_settings_and_the_load(capsys, model, tmp_path, settings, load, groups):
+    (tmp_path / "pdmux.yml").write_text(settings)
+    asked = ["--sms", "132", "--model", model({"num_hidden_layers": 30}), "--config", str(tmp_path / "pdmux.yml")]
+    assert plan_json(capsys, *asked, *load)["layer_groups"] == groups
+    assert main(["plan", *asked, *load]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layer groups of the model's")]
+    shown = "none" if groups == [] else ", ".join(f"{first}-{end - 1}" for first, end in groups or ())
+    assert line.endswith(shown or "policy slo chooses them while it serves")
+
+
+def test_a_model_with_a_load_has_the_group_and_the_layers_of_one_step_too(capsys, model):
+    answer = plan_json(capsys, "--sms", "132", "--model", model({"num_hidden_layers": 30}), "--decode-batch", "12")
+    assert (answer["group"], answer["layers"], answer["layer_groups"][-1]) == (2, 4, [28, 30])
+
+
+def test_a_profile_predicts_each_division_that_it_knows(capsys, tmp_path):
+    (tmp_path / "pdmux.yml").write_text(ITS_DIVISIONS)
+    asked = ["--sms", "132", "--config", str(tmp_path / "pdmux.yml"), "--profile", str(MEASURED)]
+    alone, capped, disjoint, decode = plan_json(capsys, *asked)["predicted"]
+    assert alone["itl_ms"] is None and decode["prefill_ms"] is None
+    # As measured for 32 requests at 2,048 tokens and prompts of 8,192, in the table of README.md.
+    assert decode["itl_ms"] == pytest.approx(7.0, rel=0.03)
+    assert capped["itl_ms"] == pytest.approx(12.6, rel=0.1) and disjoint["itl_ms"] == pytest.approx(12.7, rel=0.1)
+    assert 8192 / capped["prefill_ms"] * 1e3 == pytest.approx(21823, rel=0.1)
+    assert alone["prefill_ms"] < disjoint["prefill_ms"]
+    more = plan_json(capsys, *asked, "--decode-batch", "128", "--context-tokens", "4096")["predicted"]
+    assert more[1]["itl_ms"] > capped["itl_ms"] and more[0] == alone
+    assert (
+        plan_json(capsys, *asked, "--prefill-tokens", "4096")["predicted"][0]["prefill_ms"] < alone["prefill_ms"] / 1.9
+    )
+    nothing = plan_json(capsys, *asked, "--decode-batch", "0")["predicted"]
+    assert [one["itl_ms"] for one in nothing] == [None] * 4 and nothing[1]["prefill_ms"] is None
+
+
+def test_people_get_the_predictions_and_which_divisions_have_none(capsys, tmp_path):
+    (tmp_path / "pdmux.yml").write_text(
+        "sm_group_num: 4\nmanual_divisions: [[100, 32, 0], [112, 20, 8]]\nitl_slo_ms: 15"
+    )
+    asked = ["--sms", "132", "--config", str(tmp_path / "pdmux.yml"), "--profile", str(MEASURED)]
+    assert main(["plan", *asked, "--decode-batch", "32"]) == 0
+    said = capsys.readouterr().out
+    assert "ITL ms" in said and "the profile does not know group 2: " in said
+
+
 def test_a_policy_that_learns_has_no_answer_for_a_load(capsys, tmp_path):
     path = tmp_path / "pdmux.yml"
     path.write_text("itl_slo_ms: 25")
@@ -144,6 +226,10 @@ def test_every_policy_has_a_table(capsys, tmp_path, policy):
         (["--sms", "132", "--no-such-option"], "--no-such-option"),
         (["--sms", "132", "--config", "no\nsuch.yml"], "cannot be read"),
         (["--sms", "132", "--config", ""], "config is ''"),
+        (["--sms", "132", "--model", "/no/such"], "--model is '/no/such' but /no/such/config.json cannot be read (No"),
+        (["--sms", "132", "--model", "m", "--layers", "3", "--decode-batch", "1"], "--model says it too"),
+        (["--sms", "132", "--profile", "/no/such.json"], "profile /no/such.json: cannot be read"),
+        (["--sms", "132", "--context-tokens", "3"], "--context-tokens is 3 but only a profile uses it"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(capsys, arguments, expected):
@@ -153,6 +239,15 @@ def test_bad_arguments_are_one_line_and_exit_code_2(capsys, arguments, expected)
     assert err.startswith("vllm-pdmux plan: ")
     assert err.count("\n") == 1
     assert expected in err
+
+
+@pytest.mark.parametrize(
+    "config, expected", [("{", "cannot be read"), ("[]", "has none of"), ({"n_layer": 0}, "num_hid")]
+)
+def test_a_model_whose_layers_are_not_said_is_one_line(capsys, model, config, expected):
+    assert main(["plan", "--sms", "132", "--model", model(config)]) == 2
+    err = capsys.readouterr().err
+    assert expected in err and "--layers" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["--no-such-option"]])
@@ -165,7 +260,9 @@ def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
-    assert {"plan", "demo"} <= set(capsys.readouterr().out.split())
+    assert {"plan", "config", "demo", "verify", "calibrate", "doctor", "simulate"} <= set(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,3 +337,13 @@ def test_policy_spatial_and_configuration_know_nothing_of_each_other(files, forb
         for name in imports(path):
             assert name.split(".")[0] not in ("vllm", "torch"), f"{path} imports {name}"
             assert not name.startswith(tuple(forbidden)), f"{path} imports {name}"
+
+
+def test_a_list_of_sharings_may_be_longer_than_what_the_device_has(capsys, tmp_path):
+    """A small device has fewer automatic splits than were asked for; those that it has keep their sharing."""
+    path = tmp_path / "six.yml"
+    path.write_text("sm_group_num: 8\nsharing: [capped, capped, capped, disjoint, disjoint, disjoint]\nitl_slo_ms: 20")
+    assert main(["plan", "--sms", "78", "--config", str(path), "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    mixed = [group for group in groups if group["prefill_sms"] and group["decode_sms"]]
+    assert len(mixed) < 6 and [group["sharing"] for group in mixed][:3] == ["capped"] * 3

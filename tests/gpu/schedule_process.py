@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("PDMUX_EXPERIMENTAL_CUDA", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -43,7 +43,7 @@ def server(settings, tmp_path_factory):
         # Without torch.compile it starts in half of the time.
         *("--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})),
     )
-    environ = {"PDMUX_EXPERIMENTAL_CUDA": "1", **{name: os.environ[name] for name in KEPT if name in os.environ}}
+    environ = {name: os.environ[name] for name in KEPT if name in os.environ}
     with serving(folder / "log", wide_model(folder / "model"), arguments, **environ) as server:
         yield server
 

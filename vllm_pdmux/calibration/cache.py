@@ -38,12 +38,12 @@ def load(key: Mapping[str, Any], warn: Callable[[str], None]) -> DeviceProfile |
         profile = read_profile(str(path))
         stored = json.loads(path.read_text(encoding="utf-8")).get("key")
     except (ProfileError, OSError, ValueError) as error:
-        warn(f"calibration {path} is not used: {error}: make it again with vllm-pdmux calibrate --force")
+        warn(f"calibration {path} is not used: {error}: make it again with vllm-pdmux calibrate --model MODEL --force")
         return None
     if stored != dict(key):
         warn(
             f"calibration {path} is not used: it is of another engine than its name says: "
-            "make it again with vllm-pdmux calibrate --force"
+            "make it again with vllm-pdmux calibrate --model MODEL --force"
         )
         return None
     return profile

@@ -257,7 +257,7 @@ def _check(samples: Samples) -> None:
     times = [one.ms for one in (*samples.decode, *samples.prefill, *samples.fused)]
     times += [value for one in samples.beside for value in (one.itl_p50_ms, one.prefill_tokens_per_s)]
     if not all(math.isfinite(value) and value > 0 for value in times):
-        raise CalibrationError("a measured time or rate is not above 0: measure again (vllm-pdmux calibrate --force)")
+        raise CalibrationError("a measured time or rate is not above 0: measure again (calibrate with --force)")
     for what, found in (("decode alone", samples.decode), ("prefill alone", samples.prefill)):
         if not found:
             raise CalibrationError(f"no point of {what} was measured, at least 1 is needed: raise max_model_len")

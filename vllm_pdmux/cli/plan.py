@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pdmux plan`: what a configuration does on a device of so many SMs. Needs no GPU, no vLLM and no torch."""
+"""`vllm-pdmux plan`: what a configuration does on a device of so many SMs. Needs no GPU, no vLLM and no torch.
+
+With a model it also says which layers go together, and with a profile of the device how long things would take. What
+a load over time makes of a configuration is for `simulate` to say.
+"""
 
 import argparse
 import json
@@ -7,20 +11,28 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from vllm_pdmux.cli import CommandError
-from vllm_pdmux.config import ConfigError, Resolved, resolve
+from vllm_pdmux.cli.predicted import Beside, predictions
+from vllm_pdmux.config import ConfigError, PDMuxConfig, Resolved, resolve
 from vllm_pdmux.policy import Load, OffPolicy, Policy, SloPolicy, TablePolicy
 from vllm_pdmux.policy_from_config import build_policy
+from vllm_pdmux.simulator import ProfileError
+from vllm_pdmux.simulator.profile import read_profile
 from vllm_pdmux.spatial import Group, SplitError, stream_groups
 
 NAME = "plan"
 HELP = "Show how a configuration divides the SMs of a device, and which division a load would get."
 
 DEFAULT_PREFILL_TOKENS = 8192
+DEFAULT_CONTEXT_TOKENS = 2048
+DEFAULT_DECODE_BATCH = 32  # for predictions alone
 OLDEST = (8, 0)  # compute capability that SM partitions need
 # Any number of layers gives the same group; only the layers to advance depend on it, and those are then not shown.
 _ANY_LAYERS = 1
+# What configs of models call the number of their layers.
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"new tokens in the prefill batch, 0: nothing to prefill (default: {DEFAULT_PREFILL_TOKENS})",
     )
     parser.add_argument("--layers", type=_integer(1), help="layers of the model: show how many a step advances")
+    parser.add_argument("--model", help="folder of the model, instead of --layers: show its layer groups")
+    parser.add_argument(
+        "--profile", help="of the device and model, from calibrate --out: show the ITL and the prefill that it predicts"
+    )
+    parser.add_argument(
+        "--context-tokens",
+        type=_integer(0),
+        help=f"with --profile: context of each request decoding (default: {DEFAULT_CONTEXT_TOKENS})",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -53,28 +74,100 @@ def run(args: argparse.Namespace) -> int:
     except (ConfigError, SplitError) as error:
         raise CommandError(str(error)) from error
     _check_load(policy, args)
-    chosen, layers = (None, None) if args.decode_batch is None else _choose(policy, args)
+    model_layers = _layers_of(args.model) if args.model is not None else args.layers
+    answers = not isinstance(policy, SloPolicy)
+    chosen, layers = (None, None)
+    if answers and args.decode_batch is not None:
+        chosen, layers = _choose(policy, args, model_layers, args.decode_batch)
+    layer_groups = None
+    if answers and args.model is not None:
+        # Without a number of decoding requests for any of them: it does not change the layers, only 0 does.
+        batch = 1 if args.decode_batch is None else args.decode_batch
+        layer_groups = _layer_groups(_choose(policy, args, model_layers, batch)[1], model_layers)
+    predicted = _predicted(args, groups)
     if args.json:
-        print(json.dumps(_as_json(groups, chosen, layers)))
-    else:
-        _print_table(groups, chosen, layers, policy, resolved)
+        found = _as_json(groups, chosen, layers)
+        if args.model is not None:
+            found |= {"model_layers": model_layers, "layer_groups": layer_groups}
+        print(json.dumps(found if predicted is None else found | {"predicted": [asdict(one) for one in predicted]}))
+        return 0
+    _print_table(groups, chosen, layers, policy, resolved)
+    if args.model is not None:
+        _print_layers(model_layers, layer_groups, args, resolved.config)
+    if predicted is not None:
+        _print_predicted(predicted, args)
     return 0
 
 
 def _check_load(policy: Policy, args: argparse.Namespace) -> None:
     given = {"--decode-batch": args.decode_batch, "--prefill-tokens": args.prefill_tokens, "--layers": args.layers}
+    has_use = args.profile is not None or args.model is not None  # for other than the policy's answer
+    if has_use:
+        del given["--prefill-tokens"]
+    if args.profile is not None:
+        del given["--decode-batch"]
     names = ", ".join(name for name, value in given.items() if value is not None)
     if names and isinstance(policy, SloPolicy):
         raise CommandError(f"{names}: policy slo decides by measured steps, of which there are none here: leave it out")
     if names and args.decode_batch is None:
         raise CommandError("--prefill-tokens and --layers describe a load: add --decode-batch, or leave them out")
+    if args.model is not None and args.layers is not None:
+        raise CommandError(f"--layers is {args.layers} but --model says it too: leave one of them out")
+    if args.context_tokens is not None and args.profile is None:
+        raise CommandError(f"--context-tokens is {args.context_tokens} but only a profile uses it: add --profile")
 
 
-def _choose(policy: Policy, args: argparse.Namespace) -> tuple[int, int | None]:
+def _layers_of(model: str) -> int:
+    """Layers that the config of a model's folder says. Raises CommandError."""
+    path = Path(model).expanduser() / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CommandError(
+            f"--model is {model!r} but {path} cannot be read ({reason}): give the folder of a model, or --layers"
+        ) from None
+    for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        for name in _LAYER_COUNTS:
+            if isinstance(part, dict) and type(part.get(name)) is int and part[name] > 0:
+                return part[name]
+    raise CommandError(
+        f"--model is {model!r} but {path} has none of {', '.join(_LAYER_COUNTS)}: give --layers and --decode-batch"
+    )
+
+
+def _choose(
+    policy: Policy, args: argparse.Namespace, model_layers: int | None, decode_batch: int
+) -> tuple[int, int | None]:
     """(group, layers of the model that one step advances; None when the model's layers were not given)."""
     prefill_tokens = DEFAULT_PREFILL_TOKENS if args.prefill_tokens is None else args.prefill_tokens
-    decision = policy.decide(Load(args.decode_batch, prefill_tokens, args.layers or _ANY_LAYERS))
-    return decision.group, None if args.layers is None else min(decision.layers, args.layers)
+    decision = policy.decide(Load(decode_batch, prefill_tokens, model_layers or _ANY_LAYERS))
+    return decision.group, None if model_layers is None else min(decision.layers, model_layers)
+
+
+def _layer_groups(layers: int, model_layers: int) -> list[tuple[int, int]]:
+    """(first layer, end) of each layer group of a prefill whose load does not change; none for layers 0."""
+    if layers < 1:
+        return []
+    return [(first, min(first + layers, model_layers)) for first in range(0, model_layers, layers)]
+
+
+def _predicted(args: argparse.Namespace, groups: Sequence[Group]) -> list[Beside] | None:
+    """For each group; None without a profile."""
+    if args.profile is None:
+        return None
+    try:
+        profile = read_profile(args.profile)
+    except ProfileError as error:
+        raise CommandError(str(error)) from error
+    return predictions(profile, groups, *_load(args))
+
+
+def _load(args: argparse.Namespace) -> tuple[int, int, int]:
+    """(requests decoding, context of each, new tokens of a prompt) that predictions are for."""
+    given = (args.decode_batch, args.context_tokens, args.prefill_tokens)
+    defaults = (DEFAULT_DECODE_BATCH, DEFAULT_CONTEXT_TOKENS, DEFAULT_PREFILL_TOKENS)
+    return tuple(default if value is None else value for value, default in zip(given, defaults, strict=True))
 
 
 def _as_json(groups: Sequence[Group], chosen: int | None, layers: int | None) -> dict:
@@ -111,6 +204,39 @@ def _print_table(
         print(f"this device has only {found} of the {asked} automatic splits that sm_group_num asks for")
     if layers is not None:
         print(f"layers of the prefill in each step: {layers}")
+
+
+def _print_layers(
+    model_layers: int, layer_groups: list[tuple[int, int]] | None, args: argparse.Namespace, config: PDMuxConfig
+) -> None:
+    if layer_groups is None:
+        print(f"layer groups of the model's {model_layers} layers: policy slo chooses them while it serves")
+        return
+    tokens = DEFAULT_PREFILL_TOKENS if args.prefill_tokens is None else args.prefill_tokens
+    shown = ", ".join(f"{first}-{end - 1}" for first, end in layer_groups) or "none"
+    print(f"layer groups of the model's {model_layers} layers, for {tokens:,} new tokens: {shown}")
+    if config.layers_per_group is None and config.split_forward_token_budget is None:
+        print("on a GPU, with neither layers_per_group nor split_forward_token_budget set: as many as keep it busy")
+
+
+def _print_predicted(predicted: list[Beside], args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    batch, context, prompt = _load(args)
+    title = f"predicted: {batch:,} requests decoding at {context:,} tokens each, a prompt of {prompt:,}"
+    table = Table("group", "ITL ms", "prefill ms", "prefill tokens/s", title=title)
+    for one in predicted:
+        rate = None if not one.prefill_ms else prompt / one.prefill_ms * 1e3
+        table.add_row(str(one.group), *(_number(value) for value in (one.itl_ms, one.prefill_ms, rate)))
+    Console(highlight=False).print(table)
+    missing = [str(one.group) for one in predicted if not one.is_known]
+    if missing:
+        print(f"the profile does not know group {', '.join(missing)}: calibrate this configuration (--config) for them")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
 
 
 def _uses(groups: Sequence[Group], policy: Policy) -> list[str]:

@@ -100,9 +100,13 @@ class _Driver:
     def _add(self, prompt: Prompt) -> None:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=self._workload.max_tokens)
+        workload = self._workload
+        params = SamplingParams(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=workload.ignore_eos)
+        tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
+        if workload.cache_salt is not None:
+            tokens["cache_salt"] = workload.cache_salt
         with self._clock.running():
-            self._engine.add_request(prompt.name, {"prompt_token_ids": list(prompt.token_ids)}, params)
+            self._engine.add_request(prompt.name, tokens, params)
 
     def _chats_stream(self) -> bool:
         """Whether every chat has streamed the tokens that the document waits for, or has ended."""

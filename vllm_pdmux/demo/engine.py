@@ -20,10 +20,10 @@ _AUTO_FIT = -1
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TQDM_DISABLE": "1",
 }
+_KV_CACHE_ON_A_CPU = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class EngineOptions:
 def prepare_environment() -> None:
     """Set what vLLM reads from the environment; must come before its import."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler's trace is read in this process
+    os.environ.setdefault(_KV_CACHE_ON_A_CPU, "1")
+    quieten()
+
+
+def quieten() -> None:
+    """Keep vLLM and torch from printing what is no error; must come before their import."""
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("vllm").addHandler(logging.NullHandler())  # what vLLM says before it sets its logger up
     for name, value in _QUIET.items():
@@ -57,7 +63,15 @@ def prepare_environment() -> None:
 @contextmanager
 def running_engine(options: EngineOptions, with_pdmux: bool) -> Iterator[Any]:
     """A ``vllm.LLM``, shut down and freed at the end. DemoError when vLLM or the plugin refuses the options."""
-    llm = _build(options, with_pdmux)
+    arguments = _arguments(options) | {"additional_config": {"pdmux": options.pdmux(with_pdmux)}}
+    with running(arguments, with_pdmux) as llm:
+        yield llm
+
+
+@contextmanager
+def running(arguments: dict[str, Any], with_pdmux: bool) -> Iterator[Any]:
+    """The same with these arguments of ``vllm.LLM``, which say by ``additional_config`` whether the plugin serves."""
+    llm = _build(arguments, with_pdmux)
     try:
         if (trace_of(llm) is not None) != with_pdmux:
             raise DemoError(_wrong_scheduler(with_pdmux))
@@ -79,14 +93,14 @@ def layers_of(llm: Any) -> int:
     return config.model_config.get_num_layers(config.parallel_config)
 
 
-def _build(options: EngineOptions, with_pdmux: bool) -> Any:
+def _build(arguments: dict[str, Any], with_pdmux: bool) -> Any:
     from vllm import LLM
 
     try:
-        return LLM(**_arguments(options), additional_config={"pdmux": options.pdmux(with_pdmux)})
+        return LLM(**arguments)
     except (ValueError, OSError) as error:
         which = "with the plugin" if with_pdmux else "stock"
-        raise DemoError(f"vLLM ({which}) does not start with {options.model}: {reason_of(error)}") from error
+        raise DemoError(f"vLLM ({which}) does not start with {arguments['model']}: {reason_of(error)}") from error
 
 
 def _arguments(options: EngineOptions) -> dict[str, Any]:

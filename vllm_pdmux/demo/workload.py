@@ -43,6 +43,8 @@ class Workload:
     document: Prompt
     max_tokens: int  # of every answer
     arrives_after: int  # tokens every chat has streamed when the document arrives
+    ignore_eos: bool = False  # every answer has all its tokens
+    cache_salt: str | None = None  # runs with different ones find nothing of each other in the prefix cache
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -62,21 +64,21 @@ def build(encode: Encode, chats: int, document_tokens: int, max_tokens: int) -> 
     return Workload(tuple(prompts), document_prompt(encode, document_tokens), max_tokens, arrives_after)
 
 
-def document_prompt(encode: Encode, tokens: int) -> Prompt:
+def document_prompt(encode: Encode, tokens: int, question: str = document.QUESTION) -> Prompt:
     """The longest document of whole sentences whose prompt has at most `tokens` tokens. DemoError when none has."""
     least, most = document.shortest(), max(document.shortest(), tokens)  # a sentence has more than one token
-    shortest_tokens = len(encode(document.text(least)))
+    shortest_tokens = len(encode(document.text(least, question)))
     if shortest_tokens > tokens:
         raise DemoError(
             f"--document-tokens is {tokens} but the shortest document has {shortest_tokens} tokens: raise it"
         )
     while least < most:
         middle = (least + most + 1) // 2
-        if len(encode(document.text(middle))) <= tokens:
+        if len(encode(document.text(middle, question))) <= tokens:
             least = middle
         else:
             most = middle - 1
-    return Prompt(DOCUMENT, document.QUESTION, tuple(encode(document.text(least))))
+    return Prompt(DOCUMENT, question, tuple(encode(document.text(least, question))))
 
 
 def check_length(document_tokens: int, max_tokens: int, max_model_len: int) -> None:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only vLLM itself can say: the platform that it chooses, and what of a model's configuration is refused."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+
+from vllm_pdmux.activation import KEY, metadata_version
+from vllm_pdmux.cli.checks import ERROR, OK, Finding
+from vllm_pdmux.cli.checks.plugins import PLATFORM, Plugin, allowed_names, is_hidden
+from vllm_pdmux.cli.engine_options import engine_arguments, refusals
+from vllm_pdmux.config import Resolved
+from vllm_pdmux.support import REFUSALS, problems, settings_problems, version_problems
+
+_TARGET = "VLLM_TARGET_DEVICE"
+
+
+def check_platform(plugins: Sequence[Plugin]) -> Iterator[Finding]:
+    """The class that vLLM chose and why. Imports vLLM."""
+    try:
+        from vllm.platforms import current_platform
+    except Exception as error:  # whatever the import of vLLM and of a plugin raises
+        yield Finding("platform", ERROR, f"vLLM cannot be imported here ({type(error).__name__}: {error})")
+        return
+    cls = type(current_platform)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    allowed = allowed_names(os.environ)
+    of_group = [one for one in plugins if one.group == PLATFORM]
+    loaded = [one.name for one in of_group if not is_hidden(one, allowed)]
+    others = f"platform plugins found: {', '.join(one.describe() for one in of_group) or 'none'}"
+    if not cls.__module__.startswith("vllm.platforms."):
+        detail = f"{name}, of the platform plugin {' or '.join(loaded)}; {others}: pdmux serves vLLM's own platforms; "
+        yield Finding("platform", ERROR, detail + "uninstall the plugin or leave it out of VLLM_PLUGINS")
+        return
+    if os.environ.get(_TARGET) == "cpu":
+        why = f"{_TARGET}=cpu asks for it"
+    else:
+        why = f"vLLM's own detection, with {' '.join(metadata_version())}"
+        why += f"; {', '.join(loaded)} did not claim the device" if loaded else ""
+    yield Finding("platform", OK, f"{name}: {why}; {others}")
+
+
+def check_served(args: argparse.Namespace, resolved: Resolved) -> Iterator[Finding]:
+    """Whether the plugin serves the model of `args` with its engine options; a line for each feature that is refused.
+
+    The configuration is made as for an engine, without weights. Raises CommandError when vLLM itself refuses it.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    with refusals(args.model):
+        # Not asked for here: the plugin would end the start with all that is refused in one message.
+        arguments = engine_arguments(args) | {"additional_config": {KEY: {"enabled": False}}}
+        config = EngineArgs(**arguments).create_engine_config()
+    distribution = metadata_version()
+    known = version_problems(distribution, os.environ)  # said of the installation already
+    found = problems(config, distribution, os.environ) + settings_problems(config, resolved.config)
+    refused = [problem for problem in found if problem not in known]
+    for problem in refused:
+        yield Finding("model", ERROR, problem)
+    if not refused:
+        model = config.model_config
+        detail = f"supported: {args.model} ({model.architecture}, {model.dtype}) uses none of the {len(REFUSALS)}"
+        yield Finding("model", OK, f"{detail} features that are refused")
