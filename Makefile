@@ -6,7 +6,7 @@ export PDMUX_VENV
 VENV_PYTHON = $(PDMUX_VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench-cpu clean
+.PHONY: help env demo test docs lint bench-cpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -21,15 +21,18 @@ demo: env  ## see prefill and decode share the CPU on a small model
 test: env  ## run the tests that need no GPU
 	@$(VENV_PYTHON) -m pytest tests/cpu $(ARGS)
 
+docs: env  ## build the documentation's site in site/; a dead link or anchor fails it
+	@$(VENV_PYTHON) -m mkdocs build $(ARGS)
+
 bench-cpu: env  ## measure the hand-over between the lanes
 	@$(VENV_PYTHON) benchmarks/handover.py $(ARGS)
 
 # An environment without flake8 still finds what does not compile.
 lint: PY = $(if $(wildcard $(VENV_PYTHON)),$(VENV_PYTHON),$(PYTHON))
 lint:  ## flake8 where it is installed, else compile every file
-	@if $(PY) -c "import flake8" 2>/dev/null; then $(PY) -m flake8 vllm_pdmux tests benchmarks .ci; \
-	else echo "flake8 is not installed: compiling only"; $(PY) -m compileall -q vllm_pdmux tests benchmarks .ci; fi
+	@if $(PY) -c "import flake8" 2>/dev/null; then $(PY) -m flake8 vllm_pdmux tests benchmarks docs .ci; \
+	else echo "flake8 is not installed: compiling only"; $(PY) -m compileall -q vllm_pdmux tests benchmarks docs .ci; fi
 
 clean:  ## remove caches and build leftovers; keeps the environment and the demo model
-	rm -rf build dist *.egg-info .pytest_cache .hypothesis
-	find vllm_pdmux tests benchmarks .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis
+	find vllm_pdmux tests benchmarks docs .ci -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -366,7 +366,7 @@ def parse(argv: list):
     )
     parser.add_argument("--quiet", action="store_true", help="print failures only")
     options = parser.parse_args(argv)
-    known = ("cpu", "cuda", "sgl", "demo", "test")
+    known = ("cpu", "cuda", "sgl", "demo", "docs", "test")
     options.extras = [extra.strip() for extra in options.extras.split(",") if extra.strip()]
     unknown = [extra for extra in options.extras if extra not in known]
     if unknown or not options.extras:
