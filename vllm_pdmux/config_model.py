@@ -147,7 +147,7 @@ class PDMuxConfig(BaseModel):
         None, ge=1, description="The stream group that policy fixed uses, 1 to sm_group_num - 2."
     )
     layers_per_group: int | None = Field(
-        None, ge=1, description="Layers of one layer group; comes before split_forward_token_budget. Not with policy slo."
+        None, ge=1, description="Layers of one layer group; before split_forward_token_budget. Not with policy slo."
     )
     max_prefill_tokens: int | None = Field(
         None,
