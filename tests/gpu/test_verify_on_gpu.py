@@ -15,7 +15,7 @@ LIMIT_S = 300  # prevents a hang, no more
 def test_tokens_are_stocks_by_the_rule_for_16_bits(gpu, tmp_path, record_property):
     config = tmp_path / "pdmux.json"
     config.write_text(json.dumps(split(gpu.multi_processor_count, BOTH_KINDS)))
-    engine = ["--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager"]
+    engine = ["--max-model-len", "2048", "--max-num-seqs", "16"]
     memory = ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)]  # others may run beside it
     command = [sys.executable, "-m", "vllm_pdmux", "verify", "--json", "--model", wide_model(tmp_path / "model")]
     command += ["--config", str(config), *engine, *memory]
