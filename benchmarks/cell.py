@@ -243,13 +243,13 @@ class Engine:
         from vllm_pdmux.activation import settings_of
         from vllm_pdmux.calibration.chosen import prior_of
         from vllm_pdmux.model_size import decode_alone, prompt_work
-        from vllm_pdmux.policy_from_config import build_policy
         from vllm_pdmux.observer import Observer
+        from vllm_pdmux.policy_from_config import build_policy
 
         scheduler = self._scheduler
         if setting not in self._policies:
             targets = [float(one) for one in setting.split(":")[1:]]
-            changes = {"policy": "slo"} | dict(zip(("itl_slo_ms", "ttft_slo_ms"), targets))
+            changes = {"policy": "slo"} | dict(zip(("itl_slo_ms", "ttft_slo_ms"), targets, strict=False))
             config = settings_of(scheduler.vllm_config).model_copy(update=changes)
             alone, work, prior = decode_alone(scheduler.vllm_config), prompt_work(scheduler.vllm_config), None
             if self._profile is not None:

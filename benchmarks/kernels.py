@@ -21,6 +21,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ def main() -> None:
         same = [row for row in rows if (row["cell"], row["group"], row["batch_tokens"]) == key]
         numbers = {name: spread([row[name] for row in same]) for name, value in same[0].items() if name.endswith("_ms")}
         numbers |= {name: spread([row[name] for row in same]) for name in same[0] if name.endswith("_per_s")}
-        summary.append(dict(zip(("cell", "group", "batch_tokens"), key)) | numbers)
+        summary.append(dict(zip(("cell", "group", "batch_tokens"), key, strict=True)) | numbers)
     text = json.dumps({**description(), "summary": summary, "rows": rows}, indent=1)
     if args.out:
         args.out.write_text(text + "\n")
@@ -142,7 +143,7 @@ def beside(
                 edges.append(event(lanes.replay))
         time.sleep(0)
     torch.cuda.synchronize()
-    gaps = [a.elapsed_time(b) for a, b in zip(edges, edges[1:])][1:-2]  # those with prefill beside all of it
+    gaps = [a.elapsed_time(b) for a, b in pairwise(edges)][1:-2]  # those with prefill beside all of it
     return {
         "decode_alone_ms": decode_alone_ms,
         "decode_p50_ms": statistics.median(gaps),
@@ -161,7 +162,7 @@ def step_times_ms(stream: torch.cuda.Stream, graph: torch.cuda.CUDAGraph, count:
             graph.replay()
             edges.append(event(stream))
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(edges, edges[1:])][1:]
+    return [a.elapsed_time(b) for a, b in pairwise(edges)][1:]
 
 
 def event(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -19,7 +19,7 @@ import matplotlib
 from compare import latest, prefill_rate
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 # Of Okabe and Ito: told apart by colour-blind readers too, and by their marks in grey.
 ARMS = {
@@ -52,7 +52,7 @@ def draw(rows: list[dict[str, Any]], text: str, out: Path) -> None:
     width, height = PANEL_INCHES
     matplotlib.rcParams |= {"svg.hashsalt": "vllm-pdmux", "svg.fonttype": "none"}  # the same ids each time, and text
     figure, axes = pyplot.subplots(lines, COLUMNS, figsize=(width * COLUMNS, height * lines), squeeze=False)
-    for axis, cell in zip(axes.flat, cells):
+    for axis, cell in zip(axes.flat, cells, strict=False):
         panel(axis, cell, [row for row in rows if row["cell"] == cell])
     for axis in axes.flat[len(cells) :]:
         axis.set_visible(False)

@@ -49,7 +49,7 @@ def model(shape: str) -> str:
     """A folder with the shape's config and a tokenizer of as many made-up words, which a server needs for its texts."""
     folder = Path(shapes.arguments(shape)["model"])
     words = {f" w{number}": number for number in range(shapes.vocabulary(shape))}
-    Tokenizer(models.WordLevel(words, unk_token=" w0")).save(str(folder / "tokenizer.json"))
+    Tokenizer(models.WordLevel(words, unk_token=" w0")).save(str(folder / "tokenizer.json"))  # noqa: S106 - a token of text
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return str(folder)
 
@@ -82,9 +82,10 @@ def serving(folder: str, arguments: Sequence[str], log: Path) -> Iterator[tuple[
 
 
 def is_ready(port: int) -> bool:
-    with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-            return True
+    address = f"http://127.0.0.1:{port}/health"
+    missing = contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError)
+    with missing, urllib.request.urlopen(address, timeout=5):
+        return True
     return False
 
 

@@ -33,7 +33,7 @@ def main() -> None:
         parser.error(f"a command begins with {unknown[0]}: it must be one of {', '.join(BENCHMARKS)}")
     jobs = [(command, arguments(command)) for command in commands]
     first = jobs[0][1]
-    for command, args in jobs[1:]:
+    for _, args in jobs[1:]:
         for name in OF_ENGINES:
             if getattr(args, name) != getattr(first, name):
                 option = "--" + name.replace("_", "-")
