@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server whose engine is killed, or that is interrupted, while a prompt is in the lane: every client is told
+and no process is left."""
+
+import json
+import signal
+
+import psutil
+import pytest
+from process_helpers import HANG_LIMIT_S
+from server import Chat, serving, still_alive
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+# The tiny model's tokens are bytes. Printable ones alone, so that each is a piece of text.
+PRINTABLE = {"allowed_token_ids": [*range(94)]}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+QUESTIONS = ("Why is the sky blue?", "What is rain?", "Who keeps bees?")
+LONG_PROMPT = " ".join(f"Ship {number} carries {number * 7 % 50} boxes." for number in range(30))
+ARGUMENTS = (
+    *("--scheduler-cls", "vllm_pdmux.Scheduler", "--chat-template", CHAT_TEMPLATE),
+    *("--additional-config", json.dumps({"pdmux": {"layers_per_group": 1}})),
+    *("--max-model-len", "1024", "--enforce-eager"),
+)
+
+
+@pytest.fixture
+def server(tmp_path, tiny_model_path):
+    with serving(tmp_path / "log", tiny_model_path, ARGUMENTS) as server:
+        yield server
+        print(server.log.read_text()[-6000:])  # pytest shows it of a failure
+
+
+def in_mid_prefill(server):
+    """Clients whose answers stream, and one whose prompt is in the lane."""
+    chats = [Chat(server, question, 800, "faults", **PRINTABLE) for question in QUESTIONS]
+    for chat in chats:
+        chat.wait_until(lambda chat=chat: len(chat.pieces) >= 3)
+    long = Chat(server, LONG_PROMPT, 800, "faults", **PRINTABLE)
+    long.wait_until(lambda: server.num_running() == len(chats) + 1)
+    return [*chats, long]
+
+
+def assert_all_ended(server, clients, family):
+    for client in clients:
+        client.join(HANG_LIMIT_S)
+        assert not client.is_alive() and client.finish_reason != "length", "an answer that cannot be whole"
+    server.process.wait(HANG_LIMIT_S)
+    assert still_alive(family) == []
+
+
+def test_an_engine_that_is_killed_ends_the_server_and_every_client_is_told(server):
+    clients = in_mid_prefill(server)
+    family = server.descendants()
+    (engine,) = [process for process in family if is_engine(process)]
+    engine.kill()
+    assert_all_ended(server, clients, family)
+    assert all(client.error is not None or client.finish_reason == "error" for client in clients)
+    assert "EngineDeadError" in server.log.read_text() or "died" in server.log.read_text()
+
+
+def test_an_interrupt_ends_the_server(server):
+    clients = in_mid_prefill(server)
+    family = server.descendants()
+    server.process.send_signal(signal.SIGINT)
+    assert_all_ended(server, clients, family)
+
+
+def is_engine(process: psutil.Process) -> bool:
+    return "EngineCore" in " ".join([process.name(), *process.cmdline()])

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The watchdog: a lane that hangs is noticed, once, and nothing else is."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from driver import ENGINE, Arrival, prompt
+from vllm import SamplingParams
+
+from vllm_pdmux.worker.watchdog import EXIT, EXIT_STALLED, LOG, THREAD, Watchdog, stacks
+
+ROOT = Path(__file__).parents[2]
+HANG_LIMIT_S = 300
+
+
+class Looked:
+    """A watchdog over a lane and a clock that are set by hand."""
+
+    def __init__(self, action=LOG, limit_s=10.0):
+        self.progress, self.now_s, self.ended = None, 0.0, []
+        self.watchdog = Watchdog(
+            limit_s, action, lambda: self.progress, lambda: "batch 7", lambda: self.now_s, self.ended.append
+        )
+
+    def at(self, now_s, progress):
+        self.now_s, self.progress = now_s, progress
+        self.watchdog.look()
+
+
+def said(caplog):
+    # Before vLLM has set its loggers up, a record comes to the handler on two ways.
+    records = {id(record): record for record in caplog.records if "no progress" in record.getMessage()}
+    return [record.getMessage() for record in records.values()]
+
+
+def test_a_lane_that_stands_still_is_told_once_with_what_it_does(caplog_vllm):
+    looked = Looked()
+    for now_s in (0, 5, 9):
+        looked.at(now_s, "layer 3")
+    assert not said(caplog_vllm)
+    for now_s in (10, 15, 40):
+        looked.at(now_s, "layer 3")
+    (text,) = said(caplog_vllm)
+    assert "for 10 s (watchdog_s is 10): batch 7" in text and not looked.ended
+    looked.at(41, "layer 4")
+    looked.at(51, "layer 4")
+    assert len(said(caplog_vllm)) == 2, "another stall is told again"
+
+
+@pytest.mark.parametrize("progress", [lambda i: None, lambda i: i])
+def test_an_idle_lane_and_one_that_goes_on_are_left_alone(caplog_vllm, progress):
+    looked = Looked()
+    for i in range(50):
+        looked.at(i * 9.0, progress(i))
+    assert not said(caplog_vllm)
+
+
+def test_work_that_comes_after_a_long_idle_time_has_all_the_time(caplog_vllm):
+    looked = Looked()
+    looked.at(0, None)
+    looked.at(1000, "layer 0")
+    looked.at(1009, "layer 0")
+    assert not said(caplog_vllm)
+
+
+def test_it_ends_the_process_where_it_is_told_to(caplog_vllm):
+    looked = Looked(EXIT)
+    for now_s in (0, 10, 20):
+        looked.at(now_s, "layer 3")
+    assert looked.ended == [EXIT_STALLED] and "watchdog_action is exit" in caplog_vllm.text
+
+
+def test_it_goes_on_when_it_cannot_look(caplog_vllm):
+    calls = []
+
+    def progress():
+        calls.append(1)
+        raise RuntimeError("a state that changes meanwhile")
+
+    watchdog = Watchdog(0.04, LOG, progress, str)
+    watchdog.start()
+    while len(calls) < 3:
+        time.sleep(0.01)
+    watchdog.close()
+    assert "could not look" in caplog_vllm.text
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+def test_the_stacks_are_those_of_all_other_threads():
+    go = threading.Event()
+
+    def waits_in_here():
+        go.wait()
+
+    thread = threading.Thread(target=waits_in_here, name="the other one")
+    thread.start()
+    try:
+        text = stacks()
+    finally:
+        go.set()
+        thread.join()
+    assert "thread the other one:" in text and "waits_in_here" in text and "in stacks" not in text
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+HANGING = """
+import os, sys, time
+sys.path.insert(0, "tests/cpu")
+import tiny_model
+from driver import ENGINE, Arrival, Driver, prompt
+from vllm import LLM, SamplingParams
+
+settings = {"layers_per_group": 1, "watchdog_s": 1, "watchdog_action": "exit"}
+driver = Driver(LLM(model=sys.argv[1], **ENGINE, additional_config={"pdmux": settings}))
+lane = driver.worker._prefill_lane
+run = lane._lane.advance
+
+def hangs(layers):
+    if lane._lane.layer >= 3:
+        def in_a_layer():
+            time.sleep(1000)
+        in_a_layer()
+    return run(layers)
+
+lane._lane.advance = hangs
+greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+driver.run([Arrival("chat", prompt(20, 1), greedy), Arrival("long", prompt(200, 2), greedy, 5)])
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_lane_that_hangs_in_a_real_engine_ends_it_with_the_place(tiny_model_path):
+    environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, tiny_model_path],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=HANG_LIMIT_S,
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == EXIT_STALLED, text[-3000:]
+    assert "no progress for" in text and "in_a_layer" in text and "layer 3 of" in text
+
+
+@pytest.mark.engine
+def test_it_looks_on_in_a_real_engine_and_finds_nothing(start_engine, tiny_model_path, caplog_vllm):
+    driver = start_engine(tiny_model_path, pdmux={"layers_per_group": 1, "watchdog_s": 60})
+    watchdog = driver.worker._watchdog
+    driver.run([Arrival("chat", prompt(20, 1), GREEDY), Arrival("long", prompt(200, 2), GREEDY, 5)])
+    assert watchdog._progress() is None
+    driver.add(Arrival("chat", prompt(20, 3), GREEDY))
+    for _ in range(3):
+        driver.engine.step()
+    driver.add(Arrival("long", prompt(200, 4), GREEDY))
+    seen = []
+    while driver.engine.has_unfinished_requests():
+        driver.engine.step()
+        seen.append(watchdog._progress())
+    assert len({one for one in seen if one is not None}) >= ENGINE.get("layers", 4) and seen[-1] is None
+    assert "no progress" not in caplog_vllm.text

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices when the prefill lane has work and makes no progress, and says what every thread was doing.
+
+It looks on from a thread of its own, since whatever hangs would not call it: the host in a layer, the device in a
+kernel, or an engine that has stopped stepping. It changes nothing in the lane: layers that have been launched cannot be
+taken back from a device that does not answer, and while they may still run their KV blocks are nobody else's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.pdmux.watchdog")
+
+THREAD = "pdmux-watchdog"
+LOG, EXIT = ACTIONS = ("log", "exit")
+EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h
+LOOKS = 4  # in the time after which it acts
+
+
+class Watchdog:
+    """`progress` is None while the lane has nothing to do, else something that differs when it has come further.
+
+    After `limit_s` seconds without a difference `describe` and the stacks of all threads go to the log, once for each
+    stall; with the action EXIT the process then ends with EXIT_STALLED. Both are called on the watchdog's thread.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        action: str,
+        progress: Callable[[], object],
+        describe: Callable[[], str],
+        clock_s: Callable[[], float] = time.monotonic,
+        end: Callable[[int], object] = os._exit,
+    ):
+        self._limit_s, self._action = limit_s, action
+        self._progress, self._describe = progress, describe
+        self._clock_s, self._end = clock_s, end
+        self._last: object = None
+        self._since_s = clock_s()
+        self._has_said = False
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Look on until `close`."""
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def look(self) -> None:
+        """Once. Acts when there has been no progress for too long."""
+        progress, now_s = self._progress(), self._clock_s()
+        if progress is None or progress != self._last:
+            self._last, self._since_s, self._has_said = progress, now_s, False
+        elif not self._has_said and now_s - self._since_s >= self._limit_s:
+            self._has_said = True
+            self._act(now_s - self._since_s)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._limit_s / LOOKS):
+            try:
+                self.look()
+            except Exception:  # what looks on must not end with what it looks at
+                logger.exception("PD-multiplexing: the watchdog could not look at the prefill lane")
+
+    def _act(self, stalled_s: float) -> None:
+        logger.error(
+            "PD-multiplexing: the prefill lane has made no progress for %.0f s (watchdog_s is %g): %s\n%s",
+            stalled_s,
+            self._limit_s,
+            self._describe(),
+            stacks(),
+        )
+        if self._action == EXIT:
+            logger.error("PD-multiplexing: the process ends, as watchdog_action is %s", EXIT)
+            for handler in logging.getLogger("vllm").handlers:
+                handler.flush()
+            self._end(EXIT_STALLED)
+
+
+def stacks() -> str:
+    """The stack of every thread but the one that asks, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    me = threading.get_ident()
+    found = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+        if ident != me
+    ]
+    return "\n".join(found)
