@@ -4,12 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 PREFIX = "vllm_pdmux:"
 VLLM_LABELS = ("engine", "model_name")
+
+
+@dataclass
+class Shown:
+    """A histogram; `buckets` by their upper bound as it is written, each with those below it."""
+
+    buckets: dict[str, float] = field(default_factory=dict)
+    count: float | None = None
+    sum: float | None = None
 
 
 class Page:
@@ -17,6 +28,7 @@ class Page:
 
     def __init__(self, text: str):
         self.values: dict[str, dict[str, float]] = {}
+        self.histograms: dict[str, dict[str, Shown]] = {}
         self.types: dict[str, str] = {}
         for family in self._families(text):
             for sample in family.samples:
@@ -24,10 +36,23 @@ class Page:
                     continue
                 name = sample.name.removeprefix(PREFIX)
                 assert set(VLLM_LABELS) <= set(sample.labels), sample
-                own = [value for label, value in sample.labels.items() if label not in VLLM_LABELS]
+                own = [value for label, value in sample.labels.items() if label not in (*VLLM_LABELS, "le")]
                 assert len(own) <= 1, sample
-                self.values.setdefault(name, {})["".join(own)] = sample.value
+                if family.type == "histogram":
+                    name = family.name.removeprefix(PREFIX)
+                    self._add_part(name, "".join(own), sample)
+                else:
+                    self.values.setdefault(name, {})["".join(own)] = sample.value
                 self.types[name] = family.type
+
+    def _add_part(self, name: str, label_value: str, sample: Sample) -> None:
+        one = self.histograms.setdefault(name, {}).setdefault(label_value, Shown())
+        part = sample.name.removeprefix(f"{PREFIX}{name}_")
+        if part == "bucket":
+            one.buckets[sample.labels["le"]] = sample.value
+        else:
+            assert part in ("count", "sum"), sample
+            setattr(one, part, sample.value)
 
     @staticmethod
     def _families(text: str) -> Iterable[Metric]:
@@ -48,3 +73,11 @@ class Page:
         seconds = self.values["beside_seconds_total"]
         assert all((seconds[group] > 0) == (steps > 0) for group, steps in self.values["beside_steps_total"].items())
         assert self.of("prefill_tokens_total") >= ended
+        assert ended <= self.of("prefill_layer_groups_total") <= self.of("prefill_layers_total")
+        assert self.of("dry_seconds_total") <= sum(seconds.values())
+        assert sum(self.values["fused_steps_total"].values()) == self.of("steps_total", "fused")
+        times = self.histograms["step_seconds"]
+        for kind in ("decode", "fused", "beside"):
+            counts = list(times[kind].buckets.values())
+            assert counts == sorted(counts) and counts[-1] == times[kind].count == self.of("steps_total", kind)
+        assert abs(times["beside"].sum - sum(seconds.values())) < 1e-9 + 1e-6 * times["beside"].count

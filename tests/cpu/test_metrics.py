@@ -20,6 +20,7 @@ from vllm_pdmux.metrics import wire
 from vllm_pdmux.metrics.counters import Counters
 from vllm_pdmux.metrics.definitions import PREFIX, group_labels, metrics
 from vllm_pdmux.metrics.exported import Exported
+from vllm_pdmux.metrics.fused_reason import attach_reason
 from vllm_pdmux.metrics.log_line import log_line
 from vllm_pdmux.step_times import StepTime
 from vllm_pdmux.worker.gpu import PDMuxGPUWorker
@@ -103,11 +104,13 @@ def test_the_division_is_that_of_the_last_step(counters):
 
 
 def test_layers_dry_steps_and_steps_without_a_graph_come_from_the_report(counters):
-    beside(counters, 1, 0, 3, is_saturated=False)
-    beside(counters, 1, 3, 8, unconfined_steps=4)
+    beside(counters, 1, 0, 3, is_saturated=False, lead_layers=5)
+    beside(counters, 1, 3, 8, unconfined_steps=4, lead_layers=3)
     beside(counters, 1, 0, 1)  # a report before the worker has any
+    beside(counters, 1, 8, 8)  # nothing of the batch was left to launch
     assert value(counters, "prefill_layers_total") == 9
-    assert value(counters, "dry_steps_total") == 1
+    assert value(counters, "prefill_layer_groups_total") == 3
+    assert value(counters, "dry_steps_total") == 1 and value(counters, "dry_seconds_total") == 250_000
     assert value(counters, "unconfined_steps_total") == 4
 
 
@@ -125,9 +128,9 @@ def test_the_worker_says_with_every_report_how_many_steps_found_no_graph():
 
 
 def test_a_policy_that_is_exchanged_takes_nothing_back(counters):
-    counters.look_at(SimpleNamespace(missed_steps=5, infeasible_decisions=2), 1)
+    counters.look_at(SimpleNamespace(infeasible_decisions=2), 1)
     counters.look_at(object(), 0)
-    assert value(counters, "missed_steps_total") == 5 and value(counters, "infeasible_decisions_total") == 2
+    assert value(counters, "infeasible_decisions_total") == 2
     assert value(counters, "batches_in_lane") == 0
 
 
@@ -135,6 +138,7 @@ def test_without_a_target_nothing_is_said_of_one():
     keys = Counters(SPLITS, False).values
     assert not [key for key in keys if "missed" in key or "infeasible" in key]
     assert len(Counters(SPLITS, True).values) == len(keys) + 2
+    assert len(metrics(SPLITS, True)) == len(metrics(SPLITS, False)) + 3  # and how well it predicts
 
 
 # --- on the way -------------------------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ def test_shares_of_several_front_ends_add_up_though_messages_are_lost():
         if number >= 197 or choice.random() < 0.7:
             read[client] = wire.take(stats)
     total = sum((Totals(values) for values in read.values()), Totals())
-    gauges = {PREFIX + "division", PREFIX + "batches_in_lane"}
+    gauges = {PREFIX + "division", PREFIX + "batches_in_lane", PREFIX + "lead_layers"}
     assert {k: v for k, v in counters.values.items() if v and k not in gauges} == {
         k: v for k, v in total.items() if v and k not in gauges
     }
@@ -188,9 +192,15 @@ def export(label_texts=None):
 def test_all_is_shown_as_zero_before_anything_has_happened():
     export()
     zeros = page()
-    assert {PREFIX + name for name in zeros.values} == {metric.name for metric in metrics(SPLITS, True)}
+    assert {PREFIX + name: kind for name, kind in zeros.types.items()} == {
+        metric.name: metric.type for metric in metrics(SPLITS, True)
+    }
     assert {number for values in zeros.values.values() for number in values.values()} == {0.0}
-    assert {name for name, kind in zeros.types.items() if kind == "gauge"} == {"division", "batches_in_lane"}
+    shown = [one for kinds in zeros.histograms.values() for one in kinds.values()]
+    assert len(shown) == 4 and {n for one in shown for n in (one.count, one.sum, *one.buckets.values())} == {0.0}
+    assert {name for name, kind in zeros.types.items() if kind == "gauge"} == {
+        *("division", "batches_in_lane", "lead_layers")
+    }
 
 
 def test_cumulative_values_are_shown_as_they_are_and_a_new_engines_are_added():
@@ -220,10 +230,13 @@ def test_the_line_says_what_was_counted_since_the_last_one(counters):
     assert log_line(before, before, labels) is None
     for group in (1, 2, 2):
         beside(counters, group, is_saturated=group == 2)
+    run(counters, attach_reason(step(1, 200), SimpleNamespace(fused_reason="sooner")), took=StepTime(1.0, 1.04))
+    run(counters, step(1, 200), took=StepTime(1.0, 1.02))
     counters.batch_ended(tokens=300, joins=2)
     assert log_line(before, counters.values, labels) == (
-        "steps: 0 decode, 0 prefill, 0 fused, 3 beside (group 1: 1, 2 disjoint 84:48: 2); "
-        "lane: 1 batches, 300 tokens, 6 layers, 2 joins; lane dry in 1 steps"
+        "steps: 0 decode, 0 prefill, 2 fused (sooner: 1, stock: 1), 3 beside (group 1: 1, 2 disjoint 84:48: 2); "
+        "mean: fused 30.0 ms, beside 250.0 ms; "
+        "lane: 1 batches, 300 tokens, 6 layers in 3 groups, 2 joins; lane dry in 1 steps"
     )
 
 
@@ -236,7 +249,7 @@ def test_the_readme_lists_every_metric():
 
 
 def difference(driver, before):
-    return {key.removeprefix(PREFIX): n - before[key] for key, n in driver.scheduler._counters.values.items()}
+    return {key.removeprefix(PREFIX): n - before.get(key, 0) for key, n in driver.scheduler._counters.values.items()}
 
 
 @pytest.mark.engine

@@ -10,6 +10,7 @@ import tiny_model
 from metrics_page import PREFIX, Page
 from process_helpers import HANG_LIMIT_S
 from server import Server
+from vllm import SamplingParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -49,12 +50,17 @@ def complete(server, prompt, max_tokens, **extra):
     )
 
 
+def prompt_of(number):
+    return [(number * 7 + i * 3) % tiny_model.EOS for i in range(PROMPT_TOKENS)]
+
+
 def prefill_beside_a_stream(server, number):
-    """A prompt that comes while another request decodes, which it does until both are done with."""
+    """The text of a prompt that comes while another request decodes, which it does until both are done with."""
     stream = complete(server, [number + 1] * 10, 1000, stream=True)
     next(iter(stream))
-    complete(server, [(number * 7 + i * 3) % tiny_model.EOS for i in range(PROMPT_TOKENS)], 4)
+    reply = complete(server, prompt_of(number), 4)
     stream.close()
+    return reply.choices[0].text
 
 
 def wait_until_idle(server):
@@ -65,10 +71,17 @@ def wait_until_idle(server):
         time.sleep(0.2)
 
 
-def test_several_api_servers_show_all_that_was_counted_once(start):
+def texts_of_stock(engine):
+    """By an engine in this process."""
+    prompts = [{"prompt_token_ids": prompt_of(number)} for number in range(ROUNDS)]
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    return [output.outputs[0].text for output in engine.llm.generate(prompts, greedy, use_tqdm=False)]
+
+
+def test_several_api_servers_answer_as_stock_and_show_all_that_was_counted_once(start, stock):
     server = start(*ACTIVE, "--api-server-count", "2")
-    for number in range(ROUNDS):
-        prefill_beside_a_stream(server, number)
+    texts = [prefill_beside_a_stream(server, number) for number in range(ROUNDS)]
+    assert texts == texts_of_stock(stock)
     wait_until_idle(server)
     for _ in range(4):  # from whichever of them answers
         page = Page(server.get("metrics"))

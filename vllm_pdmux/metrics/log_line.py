@@ -29,14 +29,24 @@ def log_line(before: Mapping[str, int], now: Mapping[str, int], label_texts: Map
     steps = {kind: count(names.STEPS, kind) for kind in names.KINDS}
     if not any(steps.values()):
         return None
-    text = "steps: " + ", ".join(f"{n} {kind}" for kind, n in steps.items())
     groups = [key.partition("/")[2] for key in now if key.startswith(f"{names.BESIDE_STEPS}/")]
-    beside = {label_texts.get(group, f"group {group}"): count(names.BESIDE_STEPS, group) for group in groups}
-    if shown := ", ".join(f"{label}: {n}" for label, n in beside.items() if n):
-        text += f" ({shown})"
+    parts = {
+        names.FUSED: {reason: count(names.FUSED_STEPS, reason) for reason in names.FUSED_REASONS},
+        names.BESIDE: {label_texts.get(one, f"group {one}"): count(names.BESIDE_STEPS, one) for one in groups},
+    }
+    text = "steps: " + ", ".join(f"{n} {kind}{_in_brackets(parts.get(kind, {}))}" for kind, n in steps.items())
+    sums_us = {kind: count(key_of(names.STEP_SECONDS, kind), names.SUM) for kind in names.TIMED_KINDS if steps[kind]}
+    if means := ", ".join(f"{kind} {us / steps[kind] / 1e3:.1f} ms" for kind, us in sums_us.items()):
+        text += f"; mean: {means}"
     text += (
         f"; lane: {count(names.BATCHES, names.ENDED)} batches, {count(names.TOKENS)} tokens, "
-        f"{count(names.LAYERS)} layers, {count(names.JOINS)} joins"
+        f"{count(names.LAYERS)} layers in {count(names.LAYER_GROUPS)} groups, {count(names.JOINS)} joins"
     )
     troubles = [said % n for key, said in TROUBLES.items() if (n := count(key))]
     return "; ".join([text, *troubles])
+
+
+def _in_brackets(counts: Mapping[str, int]) -> str:
+    """Those that are not 0."""
+    shown = ", ".join(f"{label}: {n}" for label, n in counts.items() if n)
+    return f" ({shown})" if shown else ""

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics import loggers
 
 from vllm_pdmux import activation
+from vllm_pdmux.metrics import offline
 from vllm_pdmux.metrics.definitions import group_labels, metrics
 from vllm_pdmux.metrics.exported import Exported
 from vllm_pdmux.metrics.log_line import log_line
@@ -18,6 +19,7 @@ from vllm_pdmux.metrics.wire import take
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.metrics.reader import Metric
     from vllm.v1.metrics.stats import SchedulerStats
 
 logger = init_logger("vllm.pdmux.metrics")
@@ -62,6 +64,10 @@ class PDMuxStatLogger(loggers.AggregateStatLoggerBase):
                 logger.info("Engine %03d: PD-multiplexing %s", engine, line)
             self._logged[engine] = values
 
+    def pdmux_metrics(self) -> list[Metric]:
+        """What is shown, for ``LLM.get_metrics()``."""
+        return offline.read(self._exported.families)
+
     def log_engine_initialized(self) -> None:
         """Nothing to say: the scheduler does."""
 
@@ -88,6 +94,7 @@ def install() -> None:
         if activation.is_active(vllm_config):
             # As vLLM has it: several API servers would each log a part.
             has_log_line = given.arguments["enable_default_loggers"] and given.arguments["client_count"] == 1
+            offline.install()
             self.stat_loggers.insert(0, PDMuxStatLogger(vllm_config, self.engine_indexes, has_log_line))
 
     setattr(init, _OURS, stock)

@@ -41,8 +41,10 @@ class Shares:
         """What to tell a front end, when the engine has counted `values`. A gauge is the same for all."""
         share, told = self._shares.setdefault(client_index, {}), self._told
         for key, value in values.items():
-            share[key] = value if key in GAUGES else share.get(key, 0) + value - told.get(key, 0)
-        self._told = dict(values)
+            if value != (before := told.get(key, 0)):  # a few of them, after each step
+                share[key] = share.get(key, 0) + value - before
+                told[key] = value
+        share.update((key, values[key]) for key in GAUGES if key in values)
         return dict(share)
 
 

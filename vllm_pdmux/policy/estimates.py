@@ -258,7 +258,8 @@ def _prior(share: Share) -> GroupPrior:
 def _slowdown(share: Share) -> float:
     """The prior: fits to the four loads on an H200 with 8B that are named above."""
     if share.is_disjoint:
-        return max(1.05, 0.95 * max(1 - share.prefill_share, 0.05) ** -0.75)
+        power: float = max(1 - share.prefill_share, 0.05) ** -0.75
+        return max(1.05, 0.95 * power)
     return max(1.1, 1.41 + 1.81 * (share.prefill_share - 0.515))
 
 

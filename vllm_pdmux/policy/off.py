@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from vllm_pdmux.policy.types import ALL_LAYERS, ALL_TOKENS, Decision, Load, Unlearning, decide_alone
+from vllm_pdmux.policy.types import ALL_LAYERS, ALL_TOKENS, OFF, Decision, Load, Unlearning, decide_alone
 
 
 @dataclass(frozen=True)
@@ -12,6 +12,7 @@ class OffPolicy(Unlearning):
 
     splits: int
     fuses = True
+    fused_reason = OFF
 
     def decide(self, load: Load) -> Decision:
         """Asked only for a batch that another policy has put into the lane: it ends there."""

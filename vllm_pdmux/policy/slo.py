@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_pdmux.policy.deadline import needed_rate
@@ -18,13 +17,10 @@ from vllm_pdmux.policy.estimates import Belief, Beside, DecodeAlone, Rate, Share
 from vllm_pdmux.policy.fused import FusedSteps
 from vllm_pdmux.policy.prior import ALL_FIXED, Mix, Prior
 from vllm_pdmux.policy.tail import Tail
-from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Prompt, decide_alone
+from vllm_pdmux.policy.target import Target
+from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Prompt, decide_alone, why_fused
 from vllm_pdmux.policy.work import PromptWork
 
-DEFAULT_TARGET = 1.5  # times a decode step alone, when no target is given
-# Neither lane starves: a prompt that has waited for so long lets ITL grow, but not above so many times its target.
-PREFILL_WAIT_LIMIT_MS = 10_000.0
-ITL_LIMIT = 4.0
 # While it is not known how fast the groups prefill, a first token is at risk from this share of its target on.
 TTFT_AT_RISK = 0.5
 # A group is left for a better one only when that is expected to prefill so much faster, and for one with shorter steps
@@ -40,32 +36,14 @@ CHANGE_STEPS = 1.5
 SHORTEST_STEP_MS = 0.01
 
 
-@dataclass(frozen=True)
-class Target:
-    """What the user asks for. `itl_ms` None: DEFAULT_TARGET times decode alone. `ttft_ms` None: in order of arrival.
-
-    `prefill_wait_limit_ms`: from when on a prompt's wait counts for more than `itl_ms`. `itl_limit_ms`: what ITL should
-    keep even then; None: ITL_LIMIT times its target.
-    """
-
-    itl_ms: float | None = None
-    ttft_ms: float | None = None
-    prefill_wait_limit_ms: float = PREFILL_WAIT_LIMIT_MS
-    itl_limit_ms: float | None = None
-
-    def of(self, alone_ms: float, wait_ms: float = 0.0) -> float:
-        """The ITL that a load should keep whose decode step takes `alone_ms` alone and whose oldest prompt has waited
-        for `wait_ms`."""
-        target_ms = self.itl_ms if self.itl_ms is not None else alone_ms * DEFAULT_TARGET
-        if wait_ms <= self.prefill_wait_limit_ms:
-            return target_ms
-        return max(target_ms, self.itl_limit_ms) if self.itl_limit_ms is not None else target_ms * ITL_LIMIT
-
-
 class _Choice(NamedTuple):
     group: int
-    belief: Belief
+    beliefs: list[Belief]  # of all groups
     is_within: bool  # whether it is expected to meet the target
+
+    @property
+    def belief(self) -> Belief:
+        return self.beliefs[self.group - 1]
 
 
 class SloPolicy:
@@ -98,9 +76,11 @@ class SloPolicy:
         self._fused = FusedSteps() if prior is None else FusedSteps(prior.fused_floor, prior.fused_decode)
         self._tail = Tail()
         self._group: int | None = None  # of the last step with both lanes busy
+        self._slowdown = 1.0  # that was expected in this group when it was asked last
         self._mix = ALL_FIXED  # of the decode step that was asked about last
         self._stay = 0  # decisions for which the group stays
         self._unsettled = 0  # steps of a new group that are still to come in which the old one may have run
+        self.fused_reason = ""
         self.missed_steps = 0  # steps with prefill, beside or fused, that took longer than the target
         self.infeasible_decisions = 0  # decisions for which no group was expected to meet the target
 
@@ -122,7 +102,9 @@ class SloPolicy:
         if self._paced_by_device and is_asked and not choice.is_within:
             expected_ms = alone_ms * choice.belief.slowdown * choice.belief.hope
             self._count_infeasible(expected_ms * self._tail.factor, target_ms)
-        return Decision(self._switch_to(choice.group), self._layers(load, alone_ms, target_ms))
+        group = self._switch_to(choice.group)
+        self._slowdown = choice.beliefs[group - 1].slowdown
+        return Decision(group, self._layers(load, alone_ms, target_ms))
 
     def fused_tokens(self, load: Load) -> int:
         """Prompt tokens of a fused step that meets the target, where that prefills faster than the best group."""
@@ -153,6 +135,7 @@ class SloPolicy:
         lane_rate = best.rate if self._beside.knows_a_rate else full_rate
         change_ms = CHANGE_STEPS * best.slowdown * alone_ms
         lane_ms, fused_ms = load.waiting_work / lane_rate, load.waiting_work / fused_rate
+        self.fused_reason = why_fused(fused_ms, lane_ms)
         return fused_ms * WORTH_A_SWITCH + change_ms < lane_ms if load.is_lane_busy else fused_ms < lane_ms + change_ms
 
     def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
@@ -188,9 +171,11 @@ class SloPolicy:
         beliefs = self._beside.beliefs(mix)
         safest = min(range(len(beliefs)), key=lambda place: beliefs[place].slowdown)
         if not self._alone.is_known:
-            return _Choice(safest + 1, beliefs[safest], True)
+            return _Choice(safest + 1, beliefs, True)
         steps_ms = [alone_ms * one.slowdown * one.hope for one in beliefs]
-        rates = [one.rate / one.hope for one in beliefs]
+        # Before any group's rate is known, beliefs are relative to the whole device's.
+        whole = 1.0 if self._beside.knows_a_rate else self._full_rate.value or 1.0
+        rates = [one.rate * whole / one.hope for one in beliefs]
         safe = [place for place, ms in enumerate(steps_ms) if ms * self._tail.factor <= target_ms]
         best = self._fastest(safe, rates, beliefs)
         needed = self._needed_rate(load)
@@ -199,8 +184,8 @@ class SloPolicy:
             usual = [place for place, ms in enumerate(steps_ms) if ms <= target_ms]
             best = self._fast_enough(usual, rates, steps_ms, needed)
         if best is None:
-            return _Choice(safest + 1, beliefs[safest], False)
-        return _Choice(best + 1, beliefs[best], True)
+            return _Choice(safest + 1, beliefs, False)
+        return _Choice(best + 1, beliefs, True)
 
     def _fastest(self, places: list[int], rates: list[float], beliefs: list[Belief]) -> int | None:
         """Of these groups the one with the most prefill; the one in use where it is hardly slower."""
@@ -248,6 +233,25 @@ class SloPolicy:
         spare_ms = usual_ms - alone_ms
         layer_ms = max(load.prefill_work / rate / load.model_layers, SHORTEST_STEP_MS)
         return min(max(1, int(spare_ms / layer_ms)), ALL_LAYERS)
+
+    # --- what it expects, for metrics -------------------------------------------------------------------------------
+
+    def expected_ms(self, step: Observation) -> float | None:
+        """What a step beside prefill usually takes, as decided with. None as well where layers of the group before may
+        be queued."""
+        if step.kind is not Kind.BESIDE or not self._alone.is_known:
+            return None
+        alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
+        if not self._paced_by_device:
+            rate = self._full_rate.value
+            return None if rate is None else alone_ms + step.prefill_work / rate
+        if step.group != self._group or self._unsettled > 0:
+            return None
+        return alone_ms * self._slowdown
+
+    def target_ms(self, step: Observation) -> float | None:
+        """For ITL, however long prompts have waited. None: it follows from decode alone, of which nothing is known."""
+        return self._target.of(self._alone.ms(step.decode_batch, step.context_tokens)) or None
 
     # --- learning --------------------------------------------------------------------------------------------------
 

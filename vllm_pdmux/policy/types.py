@@ -10,6 +10,10 @@ ALL_LAYERS = 1 << 30
 ALL_TOKENS = 1 << 30  # likewise: as many as vLLM's own limit
 MOST_WAITING = 32  # prompts that wait of which a load has the work, at most: it is added up in each step
 
+# Why a fused step: prompts end sooner than in the lane; they would not, but for the time that it takes to begin with an
+# empty lane; the policy is off.
+SOONER, LANE_EMPTY, OFF = "sooner", "lane_empty", "off"
+
 
 @dataclass(frozen=True)
 class Load:
@@ -70,6 +74,7 @@ class Policy(Protocol):
 
     observes: bool  # whether `observe` wants to be called
     fuses: bool  # whether `fused_tokens` may be anything but 0
+    fused_reason: str  # why its last answer was not 0
 
     def decide(self, load: Load) -> Decision: ...
 
@@ -79,6 +84,12 @@ class Policy(Protocol):
     def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
         """Whether the next batch is `waiting`'s though the prompt `begun` is half done. Never twice in succession."""
 
+    def expected_ms(self, step: Observation) -> float | None:
+        """What such a step is believed to take, before it is learned from; None: nothing is believed of it."""
+
+    def target_ms(self, step: Observation) -> float | None:
+        """What such a step should take at most; None: there is no target."""
+
     def observe(self, step: Observation) -> None:
         """Learn from a step that has run."""
 
@@ -87,6 +98,7 @@ class Unlearning:
     """A policy that decides by the load alone and never fuses."""
 
     observes = fuses = False
+    fused_reason = ""
 
     def fused_tokens(self, load: Load) -> int:
         """Never."""
@@ -96,8 +108,19 @@ class Unlearning:
         """Never: in order of arrival."""
         return False
 
+    def expected_ms(self, step: Observation) -> None:
+        """Nothing."""
+
+    def target_ms(self, step: Observation) -> None:
+        """None."""
+
     def observe(self, step: Observation) -> None:
         """Nothing to learn."""
+
+
+def why_fused(fused_ms: float, lane_ms: float) -> str:
+    """Why a fused step, where prompts would take so long in fused steps, and so long in a lane that has begun."""
+    return SOONER if fused_ms < lane_ms else LANE_EMPTY
 
 
 def decide_alone(load: Load, splits: int) -> Decision | None:
