@@ -51,6 +51,23 @@ def pdmux_engine(start_engine, tiny_model_path):
     return start_engine(tiny_model_path, pdmux={})
 
 
+@pytest.fixture(scope="session")
+def server_pair(tmp_path_factory):
+    """Two servers of a real model, with the plugin and without."""
+    from server_pair import serving_pair
+
+    with serving_pair(tmp_path_factory.mktemp("pair")) as pair:
+        yield pair
+
+
+@pytest.fixture
+def logs_of_a_failure(server_pair):
+    """pytest prints what was printed before a failure: the servers' last lines."""
+    yield
+    for server in (server_pair.stock, server_pair.pdmux):
+        print(server.log.name, server.log.read_text()[-6000:])
+
+
 @pytest.fixture
 def stock(stock_engine):
     return stock_engine.fresh()

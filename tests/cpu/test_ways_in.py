@@ -17,6 +17,7 @@ WAYS = {  # what asks, as the log names it: engine arguments, environment
     "PDMUX=1": ({}, {"PDMUX": "1"}),
 }
 ACTIVE, SETTINGS = "PD-multiplexing is active", "PD-multiplexing settings: "
+CHANGED, WORKER_LINE = "PD-multiplexing changed vLLM's ", "PD-multiplexing worker: "
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -46,6 +47,16 @@ def test_the_log_says_once_what_asked_and_what_changed(way):
     assert f"asked for by {reason}: scheduler vllm_pdmux.Scheduler (synchronous)" in active
     assert f"worker {WORKER} instead of {STOCK_WORKER}" in active
     assert settings_line(resolved) == "all defaults"
+
+
+def test_the_log_says_each_setting_of_vllms_that_was_changed_and_why(way):
+    """All that `test_nothing_but_worker_and_scheduler_changes` finds, where it was not asked for by name."""
+    reason, resolved = way
+    expected = [f"parallel_config.worker_cls from {STOCK_WORKER} to {WORKER}: it has the prefill lane"]
+    if not reason.startswith("--scheduler-cls"):
+        why = "it lets the prefill lane run beside decode steps"
+        expected.append(f"scheduler_config.scheduler_cls from None to vllm_pdmux.Scheduler: {why}")
+    assert [line.partition(CHANGED)[2] for line in resolved.log_lines(CHANGED)] == expected
 
 
 def test_checking_the_configuration_or_a_copy_again_changes_nothing(way):
@@ -111,8 +122,9 @@ def test_an_engine_started_with_the_scheduler_class_answers():
     run = run_engine("The capital of France is", ASKED | {"distributed_executor_backend": "uni"}, {})
     assert run.returncode == 0, run.stdout
     answers = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert [json.loads(line.removeprefix("ANSWER ")) for line in answers][0].startswith(" Paris"), run.stdout
-    for said_once in (ACTIVE, SETTINGS, "PD-multiplexing scheduler: "):
+    assert json.loads(answers[0].removeprefix("ANSWER ")).startswith(" Paris"), run.stdout
+    assert f"{WORKER_LINE}PDMuxCPUWorker, Model Runner V1, lane threaded\n" in run.stdout
+    for said_once in (ACTIVE, SETTINGS, CHANGED, "PD-multiplexing scheduler: ", WORKER_LINE):
         assert run.stdout.count(said_once) == 1, run.stdout
 
 
