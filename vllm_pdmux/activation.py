@@ -12,9 +12,9 @@ builtin platform then serves without it). A general plugin does none of the thre
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_pdmux.config import ENVIRONMENT_VARIABLE, PDMuxConfig, Resolved, resolve
 from vllm_pdmux.support import UnsupportedError, problems, settings_problems
@@ -34,6 +34,15 @@ WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_pdmux.worker.cpu.PDMuxCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "vllm_pdmux.worker.gpu.PDMuxGPUWorker",
 }
+
+
+class Change(NamedTuple):
+    """A setting of vLLM's that the plugin has set, for the log."""
+
+    setting: str
+    before: str | None
+    after: str
+    why: str
 
 
 class ActivationError(ValueError):
@@ -157,10 +166,14 @@ def activate(vllm_config: VllmConfig, environ: Mapping[str, str]) -> None:
             f"--worker-cls {worker!r} cannot be combined with pdmux, which serves {', '.join(WORKERS)}: "
             "drop --worker-cls, or use --worker-extension-cls to add methods"
         )
+    changes = [Change("parallel_config.worker_cls", worker, WORKERS[worker], "it has the prefill lane")]
+    if scheduler.scheduler_cls is None:
+        why = "it lets the prefill lane run beside decode steps"
+        changes.append(Change("scheduler_config.scheduler_cls", None, SCHEDULER, why))
     parallel.worker_cls = WORKERS[worker]
     scheduler.scheduler_cls = scheduler.scheduler_cls or SCHEDULER
     _install_metrics()
-    _log(vllm_config, resolved, reason, worker)
+    _log(vllm_config, resolved, reason, changes)
 
 
 def metadata_version() -> tuple[str, str]:
@@ -173,7 +186,7 @@ def metadata_version() -> tuple[str, str]:
     return "vllm", "unknown"
 
 
-def _inline(vllm_config: VllmConfig) -> Mapping | None:
+def _inline(vllm_config: VllmConfig) -> Mapping[str, Any] | None:
     additional = vllm_config.additional_config
     if not isinstance(additional, Mapping) or additional.get(KEY) is None:
         return None
@@ -208,7 +221,7 @@ def _logger() -> Any:
     return init_logger("vllm.pdmux")
 
 
-def _log(vllm_config: VllmConfig, resolved: Resolved, reason: str, worker: str) -> None:
+def _log(vllm_config: VllmConfig, resolved: Resolved, reason: str, changes: Sequence[Change]) -> None:
     logger = _logger()
     logger.info(
         "PD-multiplexing is active, asked for by %s: scheduler %s (%s), worker %s instead of %s",
@@ -216,6 +229,14 @@ def _log(vllm_config: VllmConfig, resolved: Resolved, reason: str, worker: str) 
         vllm_config.scheduler_config.scheduler_cls,
         "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous",
         vllm_config.parallel_config.worker_cls,
-        worker,
+        changes[0].before,
     )
     logger.info("PD-multiplexing settings: %s", resolved.describe())
+    for change in changes:
+        logger.info(
+            "PD-multiplexing changed vLLM's %s from %s to %s: %s",
+            change.setting,
+            change.before,
+            change.after,
+            change.why,
+        )

@@ -12,3 +12,13 @@ def cache_dir() -> Path:
         return Path(os.path.expanduser(own)).absolute()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base).absolute() / "vllm_pdmux"
+
+
+def make_private(folder: Path) -> None:
+    """Make `folder`, and what is missing above it, for this user alone. What is there already keeps its rights.
+
+    What is in it decides what runs and for whom, so nobody else may put something there. Raises OSError.
+    """
+    if not folder.parent.is_dir():
+        make_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)

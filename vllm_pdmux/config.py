@@ -85,7 +85,7 @@ def _file(path: str, origin: str) -> tuple[str, dict[str, Any]]:
 
 def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     defaults = {name: field.default for name, field in PDMuxConfig.model_fields.items()}
-    problems = inconsistencies(defaults | values)
+    problems = inconsistencies({**defaults, **values})
     if not problems:
         return
     involved = dict.fromkeys(origins[name] for problem in problems for name in problem.fields)

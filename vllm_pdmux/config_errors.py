@@ -6,9 +6,17 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+_LONGEST = 8000  # characters of a message: a file may be wrong thousands of times
 _KINDS = {str: "a string", bool: "a boolean", float: "a float"}
 
-_short = reprlib.Repr()
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python does not write more than 4,300 digits, and YAML reads more, in hexadecimal.
+        return super().repr_int(x, level) if x.bit_length() < 1024 else f"an integer of {x.bit_length()} bits"
+
+
+_short = _Short()
 _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxtuple = 8
 _short.maxdict = 4
@@ -22,7 +30,9 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        text = one_line(message)
+        left_out = len(text) - _LONGEST
+        super().__init__(text if left_out <= 0 else f"{text[:_LONGEST]}... ({left_out} characters more)")
 
 
 def one_line(text: str) -> str:
@@ -55,6 +65,6 @@ def wrong_value(field: str, value: Any, allowed: str, default: Any) -> str:
 def unknown_key(key: Any, known: Iterable[str]) -> str:
     """The problem of a key that is no setting, with the nearest setting, or all of them when none is near."""
     known = list(known)
-    near = get_close_matches(str(key), known, n=1)
+    near = get_close_matches(key, known, n=1) if isinstance(key, str) else []
     remedy = f"did you mean {near[0]}? Else remove it" if near else f"remove it, or use one of {', '.join(known)}"
     return f"{_short.repr(key)} is not a setting: {remedy}"

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from vllm_pdmux.config_errors import show, wrong_value
 
 _ROW_ALLOWED = "three integers, [prefill_sms >= 1, decode_sms >= 1, min_decode_batch >= 0]"
+_MOST_BITS = 63  # of an integer: none counts more than memory holds, and Python does not write very long ones
 
 _SHARING_ALLOWED = "'capped' or 'disjoint', or a list of them with one for each division"
 
@@ -32,10 +33,14 @@ def _rows(value: Any) -> Any:
 
 
 def _is_row(row: Any) -> bool:
-    if not isinstance(row, (list, tuple)) or len(row) != 3 or any(type(number) is not int for number in row):
+    if not isinstance(row, (list, tuple)) or len(row) != 3 or not all(map(_is_int, row)):
         return False
-    prefill_sms, decode_sms, min_decode_batch = row
+    prefill_sms, decode_sms, min_decode_batch = (int(number) for number in row)
     return prefill_sms >= 1 and decode_sms >= 1 and min_decode_batch >= 0
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and value.bit_length() <= _MOST_BITS
 
 
 def _sharing(value: Any) -> Any:
@@ -177,6 +182,13 @@ class PDMuxConfig(BaseModel):
         None, min_length=1, description="Where to write each step, for Perfetto or chrome://tracing; unset: nowhere."
     )
 
+    watchdog_s: float = Field(
+        120.0, ge=0, allow_inf_nan=False, description="Seconds without progress of the lane until it is told; 0: never."
+    )
+    watchdog_action: Literal["log", "exit"] = Field(
+        "log", description="What is done then: all stacks to the log, and with exit the process ends."
+    )
+
     @model_validator(mode="after")
     def _consistent(self) -> "PDMuxConfig":
         if problems := inconsistencies(dict(self)):
@@ -220,6 +232,11 @@ def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
             problems += _target_problems(values["policy"], target, values[target])
     if {"policy", "calibration"} <= values.keys():
         problems += _calibration_problems(values["policy"], values["calibration"])
+    if values.get("watchdog_action") == "exit" and values.get("watchdog_s") == 0:
+        text = (
+            "watchdog_action is exit but watchdog_s 0 turns it off: set watchdog_s above 0, or remove watchdog_action"
+        )
+        problems.append(Inconsistency(("watchdog_s", "watchdog_action"), text))
     layers = values.get("layers_per_group")
     if layers is not None and values.get("policy") == "slo":
         # The token budget is in SGLang's files, so it may stand there unused.
@@ -267,9 +284,13 @@ def wrong_fields(values: Mapping[str, Any]) -> dict[str, str]:
     try:
         PDMuxConfig.model_validate(dict(values))
     except ValidationError as error:
-        located = [(details["loc"][0], details) for details in error.errors() if details["loc"]]
-        return {name: _text(name, details, values[name]) for name, details in located}
-    return {}
+        located = [(str(details["loc"][0]), details) for details in error.errors() if details["loc"]]
+        wrong = {name: _text(name, details, values[name]) for name, details in located}
+    else:
+        wrong = {}
+    limit = f"must have at most {_MOST_BITS} bits: lower it"
+    long = {name: value for name, value in values.items() if type(value) is int and not _is_int(value)}
+    return wrong | {name: f"{name} is {show(value)} but {limit}" for name, value in long.items()}
 
 
 def _text(name: str, details: Any, value: Any) -> str:
@@ -290,4 +311,6 @@ def _allowed(name: str) -> str:
         return f"a number, at least {limits[0]}{''.join(most)}"
     if limits:
         return f"an integer, at least {limits[0]}"
+    if str in get_args(field.annotation):
+        return "the path of a file"
     return " or ".join(repr(choice) for choice in get_args(field.annotation))

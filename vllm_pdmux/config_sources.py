@@ -4,24 +4,27 @@
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from vllm_pdmux.config_errors import ConfigError, show, unknown_key
 from vllm_pdmux.config_model import FIELDS, inconsistencies, wrong_fields
+from vllm_pdmux.small_file import TooLarge, read_small_file
 
 SGLANG_FIELDS = frozenset({"sm_group_num", "manual_divisions", "decode_bs_divisor", "split_forward_token_budget"})
 # Fields by which a file says "I divide the SMs"; how many groups there are must then be written, as SGLang requires.
 _DIVIDING_FIELDS = frozenset({"manual_divisions", "decode_bs_divisor"})
+MOST_BYTES = 64 << 10  # of a file, which takes PyYAML up to some seconds; all settings together are a few hundred
 
 
 def read_file(path: str, label: str) -> dict[Any, Any]:
     """The one mapping in a YAML or JSON file. Raises ConfigError, starting with `label`, for anything else."""
     full_path = os.path.abspath(os.path.expanduser(path))
     try:
-        content = Path(full_path).read_bytes()
+        content = read_small_file(full_path, MOST_BYTES)
+    except TooLarge as error:
+        raise ConfigError(f"{label}: {error}, more than settings take: name the file of the settings") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"{label}: cannot be read as {full_path} ({reason}): correct path or rights") from None
@@ -58,10 +61,26 @@ def check_source(raw: Mapping[Any, Any], label: str, *, is_file: bool) -> dict[s
     return values
 
 
+class _Loader(yaml.SafeLoader):
+    """Without aliases: a few lines of them may stand for more than any memory holds, and no setting needs one."""
+
+    # A library of vLLM's makes every SafeLoader of the process read dates as text.
+    yaml_constructors: ClassVar[dict[Any, Any]] = {
+        **yaml.SafeLoader.yaml_constructors,
+        "tag:yaml.org,2002:timestamp": yaml.constructor.SafeConstructor.construct_yaml_timestamp,
+    }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            where = self.peek_event().start_mark  # type: ignore[no-untyped-call]  # so it is in PyYAML's stubs
+            raise yaml.composer.ComposerError(None, None, "aliases are not read: write the value out", where)
+        return super().compose_node(parent, index)
+
+
 def _parse(content: bytes, label: str) -> Any:
     try:
-        return yaml.safe_load(content)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return yaml.load(content, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except Exception as error:  # noqa: BLE001 - PyYAML reads !!bool x with a KeyError, !!int "" with an IndexError
         try:
             return json.loads(content)  # JSON indented with tabs is not YAML
         except (ValueError, RecursionError):
@@ -69,9 +88,12 @@ def _parse(content: bytes, label: str) -> Any:
 
 
 def _yaml_reason(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return str(error) or "nested too deeply"
+    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
+        if isinstance(error, (yaml.YAMLError, ValueError)):
+            return str(error)
+        if isinstance(error, RecursionError):
+            return "nested too deeply"
+        return f"a value is not what its tag, such as !!int, says: {error}"
     reason = ", ".join(part for part in (error.context, error.problem) if part)
     return f"{reason}, line {mark.line + 1}, column {mark.column + 1}"
 

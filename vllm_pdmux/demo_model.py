@@ -133,6 +133,7 @@ def _convert_in_child(gguf: Path, folder: Path, progress: Callable[[str], None])
             text=True,
             errors="replace",
         ) as child:
+            assert child.stdout is not None  # a pipe, as asked
             for line in child.stdout:
                 progress(line.rstrip())
         if child.returncode == 0:
@@ -211,8 +212,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _scratch_beside(target: Path) -> Iterator[Path]:
     """A fresh folder on the file system of `target`, gone at the end unless it was renamed away."""
+    from vllm_pdmux.cache_folder import make_private  # here: the conversion runs this file alone
+
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_private(target.parent)
         _sweep(target)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         scratch.chmod(0o755)

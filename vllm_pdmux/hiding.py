@@ -10,8 +10,10 @@ from typing import Any
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.request import Request
 
+from vllm_pdmux.beneath import SchedulerBeneath
 
-class Hiding:
+
+class Hiding(SchedulerBeneath):
     """A mixin over one of vLLM's schedulers; all is put back when a context ends, also after an error."""
 
     _stats_muted = False

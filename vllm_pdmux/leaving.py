@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm.logger import init_logger
@@ -17,6 +18,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_pdmux.beneath import SchedulerBeneath
 from vllm_pdmux.messages import LaneReport
 from vllm_pdmux.metrics.counters import Counters
 from vllm_pdmux.metrics.definitions import DROPPED, FAILED
@@ -26,14 +28,14 @@ from vllm_pdmux.prefill_batch import PrefillBatch
 logger = init_logger("vllm.pdmux.scheduler")
 
 
-class Leaving:
+class Leaving(SchedulerBeneath):
     """A mixin over one of vLLM's schedulers."""
 
     _batches: deque[PrefillBatch]  # in the lane, in order
     _counters: Counters | None
     _drop: int | None  # the last batch that the worker has still to be told to drop
     _prefill_prev_step: set[str]
-    _muted_stats: Any  # of Hiding
+    _muted_stats: Callable[[], AbstractContextManager[None]]  # of Hiding
 
     def _batch(self, batch_id: int) -> PrefillBatch | None:
         return next((batch for batch in self._batches if batch.id == batch_id), None)

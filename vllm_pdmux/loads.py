@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request
 
+from vllm_pdmux.beneath import SchedulerBeneath
 from vllm_pdmux.messages import LaneReport
 from vllm_pdmux.observer import Observer
 from vllm_pdmux.policy import MOST_WAITING, Load, Policy, Prompt, PromptWork
 from vllm_pdmux.prefill_batch import PrefillBatch
 
 
-class Loads:
+class Loads(SchedulerBeneath):
     """A mixin over one of vLLM's schedulers; it reads and changes nothing."""
 
     _pdmux_policy: Policy
@@ -25,6 +27,7 @@ class Loads:
     _model_layers: int
     _batches: deque[PrefillBatch]  # in the lane, in order
     _observer: Observer | None  # None: the policy does not learn
+    _batch: Callable[[int], PrefillBatch | None]  # of Leaving
 
     def _tokens_of_fused_step(self) -> int:
         """Of a step in which stock vLLM prefills and decodes in one batch; 0: the lanes do it."""

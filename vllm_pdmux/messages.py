@@ -52,6 +52,7 @@ class LaneReport:
     # An asynchronous output is a handle to wait on; it is resolved before the report reaches the scheduler.
     output: ModelRunnerOutput | None = None  # set when the batch has run all its layers and was sampled
     error: str | None = None  # set when the batch raised; its KV is not valid
+    lead_layers: int = 0  # that the lane keeps queued ahead of the device; 0: it has no queue
     unconfined_steps: int = 0  # so far: steps of disjoint groups that found no CUDA graph of their size
 
     @property

@@ -36,7 +36,8 @@ def _parameters(vllm_config: VllmConfig) -> float:
     width = _number(getattr(text, "intermediate_size", None), 4 * hidden)
     width = _number(getattr(text, "moe_intermediate_size", None), width)
     attention = hidden * head * 2 * (heads + kv_heads)
-    return layers * (attention + 3 * hidden * width * experts) + hidden * model.get_vocab_size()
+    weights: float = layers * (attention + 3 * hidden * width * experts) + hidden * model.get_vocab_size()
+    return weights
 
 
 def _number(value: Any, default: float) -> float:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,10 +30,12 @@ class _Scheduled:
 
 
 class Observer:
-    """Tells `policy` of each step when its output has come back."""
+    """Tells `policy` of each step when its output has come back; before that `judge`, of steps in part dry as well."""
 
-    def __init__(self, policy: Policy, work: PromptWork):
-        self._policy, self._work = policy, work
+    def __init__(
+        self, policy: Policy, work: PromptWork, judge: Callable[[Observation, Policy, bool], None] | None = None
+    ):
+        self._policy, self._work, self._judge = policy, work, judge
 
     def scheduled(self, output: SchedulerOutput, order: PrefillOrder, requests: Mapping[str, Request]) -> None:
         """Note the step `output` as it is scheduled."""
@@ -62,15 +64,20 @@ class Observer:
         Where the lane was not `is_saturated` the step ran partly alone: it says nothing of either.
         """
         step: _Scheduled | None = getattr(output, _STEP, None)
-        if step is None or (step.kind is Kind.BESIDE and not is_saturated):
+        if step is None:
             return
-        self._policy.observe(
-            Observation(
-                kind=step.kind,
-                step_ms=took.ms,
-                decode_batch=step.decode_batch,
-                context_tokens=step.context_tokens,
-                prefill_work=beside_work if step.kind is Kind.BESIDE else step.prefill_work,
-                group=step.group,
-            )
+        is_dry = step.kind is Kind.BESIDE and not is_saturated
+        if is_dry and self._judge is None:
+            return
+        seen = Observation(
+            kind=step.kind,
+            step_ms=took.ms,
+            decode_batch=step.decode_batch,
+            context_tokens=step.context_tokens,
+            prefill_work=beside_work if step.kind is Kind.BESIDE else step.prefill_work,
+            group=step.group,
         )
+        if self._judge is not None:
+            self._judge(seen, self._policy, is_saturated)
+        if not is_dry:
+            self._policy.observe(seen)

@@ -56,6 +56,7 @@ def build_policy(
     if config.policy == "table":
         thresholds = tuple(min_decode_batch for _, _, min_decode_batch in config.manual_divisions)
         return TablePolicy(thresholds, splits, config.decode_bs_divisor, rule)
+    assert config.fixed_group is not None  # policy fixed needs it
     if config.fixed_group > splits:
         raise ConfigError(
             f"fixed_group is {config.fixed_group} but must be 1 to {splits}, as this device has no more automatic "

@@ -25,7 +25,8 @@ class PrefillBatch:
 
     @property
     def num_tokens(self) -> int:
-        return self.output.total_num_scheduled_tokens
+        tokens: int = self.output.total_num_scheduled_tokens
+        return tokens
 
     def alive(self, requests: Mapping[str, Request]) -> list[Request]:
         """Those of the batch's requests that the scheduler still knows.

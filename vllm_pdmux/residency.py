@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
@@ -58,7 +59,7 @@ class Residency:
 
 
 def _without(cached: CachedRequestData, rows: set[int]) -> CachedRequestData:
-    def kept(values: list) -> list:
+    def kept(values: list[Any]) -> list[Any]:
         return [value for i, value in enumerate(values) if i not in rows]
 
     return CachedRequestData(

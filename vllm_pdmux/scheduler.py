@@ -21,6 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 from vllm_pdmux.activation import require_active, settings_of
 from vllm_pdmux.admission import Admission
@@ -31,6 +32,7 @@ from vllm_pdmux.loads import Loads
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
 from vllm_pdmux.metrics import wire
 from vllm_pdmux.metrics.counters import Counters
+from vllm_pdmux.metrics.fused_reason import attach_reason
 from vllm_pdmux.model_size import decode_alone, prompt_work
 from vllm_pdmux.observer import Observer
 from vllm_pdmux.outputs import merge_outputs
@@ -71,7 +73,6 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
             if profile := chosen_profile(self.vllm_config, settings, _say, _warn):
                 prior, self._prompt_work = prior_of(profile, splits), profile.prompt_work
         self._pdmux_policy = build_policy(settings, splits, is_gpu, alone, self._prompt_work, _warn, prior)
-        self._observer = Observer(self._pdmux_policy, self._prompt_work) if self._pdmux_policy.observes else None
         self._residency = Residency() if self.use_v2_model_runner else None
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self._step_times = StepTimes()
@@ -79,6 +80,9 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         self.pdmux_trace = StepTrace(settings.trace_steps, [self._trace_file.add] if self._trace_file else [])
         self._counters = Counters(splits, learns) if self.log_stats and wire.is_read(os.environ) else None
         self._shares = wire.Shares()
+        judge = self._counters.judge if self._counters is not None else None
+        observes = self._pdmux_policy.observes
+        self._observer = Observer(self._pdmux_policy, self._prompt_work, judge) if observes else None
         self._batches: deque[PrefillBatch] = deque()  # in the lane, in order
         # A GPU must not run dry between two batches. (A V1 runner could not resume what was dropped before it began.)
         self._admission = Admission(
@@ -109,7 +113,8 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
             # Stock serves them in order until the tokens are used up, which are enough for all that decode.
             self.running.sort(key=lambda request: request.is_prefill_chunk)
             with self._limited_to(tokens):
-                return self._stock_step(throttle_prefills)
+                output = self._stock_step(throttle_prefills)
+            return output if self._counters is None else attach_reason(output, self._pdmux_policy)
         finished, self.finished_req_ids = self.finished_req_ids, set()  # for the view that goes to both runners
         preempted: set[str] = set()
         begun = None
@@ -141,11 +146,11 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
 
     def _tell_of(self, output: SchedulerOutput, took: StepTime, order: PrefillOrder, report: LaneReport | None) -> None:
         """A step with something in it has come back."""
+        if self._counters is not None:  # before the observer, which has the step judged
+            self._counters.done(output, took, order, report)
         if self._observer is not None:
             is_saturated = report is not None and report.is_saturated
             self._observer.done(output, took, self._work_through(report), is_saturated)
-        if self._counters is not None:
-            self._counters.done(output, took, order, report)
         self.pdmux_trace.record(output, took, order, report)
 
     def _stock_step(self, throttle_prefills: bool) -> SchedulerOutput:
@@ -193,6 +198,7 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
 
     def _bound_lane(self) -> str | None:
         """The lane in which an unfinished prompt must be continued: prompt logprobs are gathered in one V2 runner."""
+        assert self._residency is not None  # there is a V2 runner
         for request in self.running:
             params = request.sampling_params
             if request.is_prefill_chunk and params is not None and params.prompt_logprobs is not None:
@@ -226,7 +232,8 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
 
     def _schedule_decode(self) -> SchedulerOutput:
         in_lane = {req_id for batch in self._batches for req_id in batch.requests}
-        decoding, others = [], []
+        decoding: list[Request] = []
+        others: list[Request] = []
         for request in self.running:
             is_decoding = not request.is_prefill_chunk and request.request_id not in in_lane
             (decoding if is_decoding else others).append(request)

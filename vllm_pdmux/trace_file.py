@@ -44,9 +44,10 @@ class TraceFile:
         self._has_given_up = False
         try:
             self._file: Any = path.open("w", encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            reason = error.strerror if isinstance(error, OSError) else error
             raise TraceFileError(
-                f"trace_file is {path} but cannot be written ({error.strerror}): name a file in a folder that exists "
+                f"trace_file is {path} but cannot be written ({reason}): name a file in a folder that exists "
                 "and that you may write to"
             ) from None
         self._separator = "[\n"

@@ -9,6 +9,7 @@ Needs the package openai. The server is any vLLM server; the client does not kno
 import statistics
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 from openai import OpenAI
@@ -28,7 +29,7 @@ def stream(address: str, prompt: str, **request: Any) -> tuple[str, list[float]]
 
 def describe(arrived_s: list[float]) -> str:
     """TTFT, and the median and the longest gap between two pieces."""
-    gaps_ms = [(later - earlier) * 1e3 for earlier, later in zip(arrived_s, arrived_s[1:])]
+    gaps_ms = [(later - earlier) * 1e3 for earlier, later in pairwise(arrived_s)]
     line = f"TTFT {arrived_s[0] * 1e3:.0f} ms"
     if gaps_ms:
         line += f", ITL median {statistics.median(gaps_ms):.1f} ms, longest {max(gaps_ms):.1f} ms"

@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
 
+from driver import ENGINE, LANE_THREAD
+from stand_ins import BLOCKS, LAYERS, StandInExecutor, StandInPDMuxExecutor, StandInPDMuxWorker, answer
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request
+
 from vllm_pdmux.admission import Admission
 from vllm_pdmux.policy import LayerRule, TablePolicy
 from vllm_pdmux.scheduler import PDMuxAsyncScheduler
-
-from driver import ENGINE, LANE_THREAD
-from stand_ins import BLOCKS, LAYERS, StandInExecutor, StandInPDMuxExecutor, StandInPDMuxWorker, answer
 
 
 @dataclass(frozen=True)

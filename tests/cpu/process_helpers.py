@@ -85,8 +85,14 @@ def run_engine(prompt: str, engine_args: Mapping[str, Any], environ: Mapping[str
     """A real engine in one new process, which prints ANSWER and the text as JSON."""
     command = [sys.executable, __file__, "answer", prompt, json.dumps({"model": model()} | ENGINE_ARGS | engine_args)]
     one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return subprocess.run(command, env=environment(**one_process, **environ), text=True, timeout=HANG_LIMIT_S,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.run(
+        command,
+        env=environment(**one_process, **environ),
+        text=True,
+        timeout=HANG_LIMIT_S,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 @functools.cache

@@ -16,17 +16,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import tiny_model
 import torch
+from driver import ENGINE
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
+
 from vllm_pdmux.worker.lane_device import HostDevice
 from vllm_pdmux.worker.worker import PDMuxWorkerMixin
-
-import tiny_model
-from driver import ENGINE
 
 if TYPE_CHECKING:
     from async_engine import Arrival

@@ -17,20 +17,20 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from async_engine import Arrival, Engine, Engines
+from driver import ENGINE, prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stand_ins import BLOCK, LAYER_NAMES, LAYERS, answer, session_answer
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import gpu_model_runner
+from watch import FUSED, Fusing, Watch, fuse_now_and_then
+
 from vllm_pdmux.messages import order_of
 from vllm_pdmux.scheduler import PDMuxAsyncScheduler
-
-from async_engine import Arrival, Engine, Engines
-from driver import ENGINE, prompt
-from stand_ins import BLOCK, LAYER_NAMES, LAYERS, answer, session_answer
-from watch import FUSED, Fusing, Watch, fuse_now_and_then
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "60"))
 

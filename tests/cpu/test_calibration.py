@@ -68,7 +68,7 @@ class Device:
         batch, context = load.batch, load.batch * load.context_tokens
         parts = self.parts(batch, context)
         share = 1 - self.fixed / sum(parts)
-        itl_ms = sum(part * times for part, times in zip(parts, SLOWDOWNS[group - 1]))
+        itl_ms = sum(part * times for part, times in zip(parts, SLOWDOWNS[group - 1], strict=True))
         pace = PACES[group - 1][0] * (1 - share) + PACES[group - 1][1] * share
         rate = 2048 / self.prompt_ms(2048, 0) * 1e3 * pace
         return BesideSample(group, number, batch, context, 2048, self.seen(itl_ms), self.seen(rate), sum(parts))
@@ -268,7 +268,7 @@ class TestCache:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "replace", fail)
-        with pytest.raises(CalibrationError, match="cannot be written .No space left on device.*PDMUX_CACHE=FOLDER"):
+        with pytest.raises(CalibrationError, match=r"cannot be written .No space left on device.*PDMUX_CACHE=FOLDER"):
             self.stored()
         assert cache.load(self.KEY, pytest.fail) == profile
         assert os.listdir(cache_folder) == [path.name]
@@ -277,7 +277,7 @@ class TestCache:
 class TestSetting:
     @pytest.mark.parametrize("value", ["", " ", 5, None, ["auto"], True])
     def test_what_is_no_calibration_is_named(self, value):
-        with pytest.raises(ConfigError, match="calibration is .* but must be 'auto', 'off' or the path of a profile"):
+        with pytest.raises(ConfigError, match=r"calibration is .* but must be 'auto', 'off' or the path of a profile"):
             resolve({"calibration": value, "policy": "slo"}, {})
 
     def test_yaml_reads_off_as_false(self):
@@ -376,7 +376,7 @@ class TestPolicy:
         target_ms = 1.2 * min(slowdowns) * alone_ms
         slo = self.policy(profile, target_ms)
         late = []
-        for step in range(600):
+        for _ in range(600):
             slo.observe(Observation(Kind.DECODE, alone_ms, batch, context))
             group = slo.decide(load).group
             ms = slowdowns[group - 1] * alone_ms

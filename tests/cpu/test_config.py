@@ -79,6 +79,8 @@ def test_nothing_given_is_all_defaults():
         "lane": "threaded",
         "trace_steps": 0,
         "trace_file": None,
+        "watchdog_s": 120.0,
+        "watchdog_action": "log",
     }
     assert set(resolved.origins) == set(PDMuxConfig.model_fields)
     assert set(resolved.origins.values()) == {"default"}
@@ -368,6 +370,8 @@ class TestInline:
             ({"policy": "fixed", "fixed_group": 7}, "fixed_group is 7 but must be 1 to 6, as sm_group_num is 8"),
             ({"policy": "fixed", "fixed_group": 0}, "fixed_group is 0 but must be an integer, at least 1"),
             ({"fixed_group": 2}, "fixed_group is 2 but policy table does not use it"),
+            ({"watchdog_s": -1}, "watchdog_s is -1 but must be a number, at least 0"),
+            ({"watchdog_s": 0, "watchdog_action": "exit"}, "watchdog_action is exit but watchdog_s 0 turns it off"),
             ({"itl_slo_ms": 9, "layers_per_group": 2}, "layers_per_group is 2 but policy slo, which chooses layers"),
             ({"sharing": ["capped"]}, "sharing lists 1 but sm_group_num 8 needs 6, one for each division"),
             ({"sharing": ("capped", "x")}, "sharing is ('capped', 'x') but must be 'capped' or 'disjoint', or a list"),
@@ -471,7 +475,7 @@ class TestTarget:
 
     @pytest.mark.parametrize("value", [0, -1, "25", True, float("inf")])
     def test_a_target_is_a_number_above_0(self, value):
-        with pytest.raises(ConfigError, match="itl_slo_ms is .* but must be a number above 0"):
+        with pytest.raises(ConfigError, match=r"itl_slo_ms is .* but must be a number above 0"):
             resolve({"itl_slo_ms": value}, {})
 
     def test_its_limits_belong_to_it_alone(self):

@@ -3,6 +3,7 @@
 
 import importlib
 import sys
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -41,7 +42,7 @@ def test_some_of_the_sizes_are_kept_evenly_and_the_largest_always(module, sizes,
     assert kept == sorted(set(kept) & set(sizes))
     assert kept[-1] == sizes[-1]
     places = [-1, *map(sizes.index, kept)]
-    gaps = {after - before for before, after in zip(places, places[1:])}
+    gaps = {after - before for before, after in pairwise(places)}
     assert max(gaps) - min(gaps) <= 1
 
 
@@ -122,6 +123,7 @@ class Runner:
             raise RuntimeError("out of memory")
         self.captured.append((stream, self.cudagraph_manager))
         self.now += len(self.cudagraph_manager.sizes)
+        return len(self.cudagraph_manager.sizes) << 21
 
     def unlock(self):
         self.is_unlocked = True
@@ -172,12 +174,12 @@ class TestCapture:
         assert runner.cudagraph_manager is runner.stock
         assert parallel_state.GraphCaptureContext is stock
 
-    def test_each_set_is_told_with_its_number_of_graphs(self, graphs):
+    def test_each_set_is_told_with_its_number_of_graphs_and_what_it_took(self, graphs):
         told = []
         graphs.capture({2: "decode 2", 3: "decode 3"}, SIZES, 12, told.append)
         assert told == [
-            "PD-multiplexing group 2: 8 decode graphs, 8.0 s",
-            "PD-multiplexing group 3: 4 decode graphs, 4.0 s",
+            "PD-multiplexing group 2: 8 decode graphs, 8.0 s, 16 MiB",
+            "PD-multiplexing group 3: 4 decode graphs, 4.0 s, 8 MiB",
         ]
 
     @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ class TestCapture:
             graphs.capture(STREAMS, SIZES, LONG_S)
 
     def test_no_sizes_are_an_error_with_the_way_out(self, module, graphs):
-        with pytest.raises(module.DecodeGraphError, match="cudagraph_capture_sizes .* max_num_seqs.* sharing capped"):
+        with pytest.raises(module.DecodeGraphError, match=r"cudagraph_capture_sizes .* max_num_seqs.* sharing capped"):
             graphs.capture(STREAMS, [], LONG_S)
 
 

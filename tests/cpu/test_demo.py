@@ -214,7 +214,10 @@ def test_a_prefill_in_pieces_is_measured(monkeypatch):
     assert run.itl_during_prefill_ms == pytest.approx([100] * 8)  # 4 steps of 2 chats
     assert summary(run.itl_ms).median == pytest.approx(10)
     assert [(step.first_layer, step.end_layer, step.decode_batch) for step in run.timeline] == [
-        (0, 1, 2), (1, 2, 2), (2, 3, 2), (3, 4, 2)
+        (0, 1, 2),
+        (1, 2, 2),
+        (2, 3, 2),
+        (3, 4, 2),
     ]
     assert run.texts == {"chat 1": "x" * 12, "chat 2": "x" * 12, "document": "x" * 12}
 

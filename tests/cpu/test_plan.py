@@ -347,3 +347,30 @@ def test_a_list_of_sharings_may_be_longer_than_what_the_device_has(capsys, tmp_p
     groups = json.loads(capsys.readouterr().out)["groups"]
     mixed = [group for group in groups if group["prefill_sms"] and group["decode_sms"]]
     assert len(mixed) < 6 and [group["sharing"] for group in mixed][:3] == ["capped"] * 3
+
+
+PROFILE = str(Path(__file__).parents[2] / "benchmarks/results/profile-h200-llama-8b.json")
+
+
+def test_a_load_over_time_is_what_simulate_says_of_it(capsys):
+    load = ["--profile", PROFILE, "--rate", "2", "--requests", "20", "--itl-slo-ms", "20", "--json"]
+    assert main(["simulate", *load]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert main(["plan", *load]) == 0
+    assert json.loads(capsys.readouterr().out) == said and {"slo", "capped 84:48"} <= {
+        one["arm"] for one in said["arms"]
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["--rate", "2"], "--trace and --rate need the times of a device: give --profile"),
+        (["--sms", "132", "--itl-slo-ms", "20"], "--itl-slo-ms: of a load over time: add --trace or --rate"),
+        (["--profile", PROFILE, "--rate", "2", "--sms", "132"], "--sms: a load over time is served by the divisions"),
+        ([], "--sms is not given: give the SMs of the device"),
+    ],
+)
+def test_a_load_and_a_load_over_time_are_two_questions(capsys, arguments, problem):
+    assert main(["plan", *arguments]) == 2
+    assert problem in capsys.readouterr().err

@@ -10,15 +10,15 @@ import os
 from dataclasses import dataclass
 
 import pytest
+from driver import ENGINE, Arrival, prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
+from watch import FUSED, Watch, fuse_now_and_then
+
 from vllm_pdmux.messages import order_of
 from vllm_pdmux.worker.prefill_runner import generators_set_aside
-
-from driver import ENGINE, Arrival, prompt
-from watch import FUSED, Watch, fuse_now_and_then
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "40"))
 BLOCK, MAX_PROMPT, MAX_TOKENS = ENGINE["block_size"], 220, 25

@@ -59,14 +59,14 @@ def together(server):
     before = [len(chat.pieces) for chat in chats]
     long = Chat(server, LONG_PROMPT, 8, "together")
     long.wait_until(lambda: long.pieces)
-    gained = [len(chat.pieces) - count for chat, count in zip(chats, before)]
+    gained = [len(chat.pieces) - count for chat, count in zip(chats, before, strict=True)]
     return Together(gained, [chat.text() for chat in (*chats, long)])
 
 
 @pytest.fixture(scope="module")
 def alone(server):
     """The same requests one after the other: each is stock vLLM's prefill, then stock vLLM's decode."""
-    prompts = zip((*QUESTIONS, LONG_PROMPT), (60, 60, 60, 8))
+    prompts = zip((*QUESTIONS, LONG_PROMPT), (60, 60, 60, 8), strict=True)
     return [Chat(server, prompt, max_tokens, "alone").text() for prompt, max_tokens in prompts]
 
 

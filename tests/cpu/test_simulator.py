@@ -203,7 +203,7 @@ class TestTraces:
             read_trace(str(tmp_path / name))
 
     def test_a_file_that_is_not_there_is_named(self):
-        with pytest.raises(TraceError, match="nowhere.csv: cannot be read"):
+        with pytest.raises(TraceError, match=r"nowhere\.csv: cannot be read"):
             read_trace("nowhere.csv")
 
     def test_steady_arrivals_have_their_rate(self):

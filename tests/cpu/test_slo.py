@@ -65,7 +65,7 @@ class Device:
             places = sorted(
                 (p for p, s in enumerate(shares) if s.is_disjoint == kind), key=lambda p: shares[p].prefill_share
             )
-            for place, value in zip(places, sorted(values[place] for place in places)):
+            for place, value in zip(places, sorted(values[place] for place in places), strict=True):
                 found[place] = value
         return found
 
@@ -106,7 +106,9 @@ class Device:
     def best(self, load, target_ms):
         """The rate of the best group in hindsight: of those whose slow steps, with this noise, meet the target."""
         slow = self.alone_ms(load) * (1 + 3 * self._noise)
-        return max((rate for s, rate in zip(self.slowdowns, self.rates) if s * slow <= target_ms), default=None)
+        return max(
+            (rate for s, rate in zip(self.slowdowns, self.rates, strict=True) if s * slow <= target_ms), default=None
+        )
 
 
 def serve(policy, device, load, steps):
@@ -134,7 +136,7 @@ def test_whatever_was_observed_every_decision_is_legal(seen, asked, itl_ms, pace
         slo.observe(observation)
     for one in asked:
         decision = slo.decide(one)
-        assert 0 <= slo.fused_tokens(one)
+        assert slo.fused_tokens(one) >= 0
         if one.decode_batch == 0:
             assert decision.group == 0
         elif one.prefill_tokens == 0:
@@ -297,7 +299,7 @@ class TestRecovery:
         assert self.share_of_best(slo, device, target_ms, 6000) >= 0.93
 
     def test_what_a_disturbance_said_of_a_group_does_not_make_another_the_safest(self):
-        device, target_ms, slo = self.disturbed("slowdowns", 3, 300)
+        device, _, slo = self.disturbed("slowdowns", 3, 300)
         serve(slo, device, load(), 1000)
         assert slo._beside.slowdown(len(CAPPED)) == min(slo._beside.slowdown(group) for group in range(1, 6))
 
@@ -547,6 +549,19 @@ def test_prefill_is_as_fast_as_first_tokens_need_and_no_faster():
     for needed, groups in ((5.0, {3, 4}), (13.5, {3}), (17.0, {2}), (1000.0, {1})):
         steps = serve(slo, device, load(waiting_work=needed * 1000.0 * TTFT_PLANNED), 300)
         assert {group for group, _ in steps[200:]} <= groups
+
+
+def test_before_a_group_was_used_its_rate_is_taken_from_a_prompt_alone():
+    """A little work needs no more than the groups whose slow steps keep the target too, and much work the fastest."""
+    device = Device(CAPPED)
+    slo = SloPolicy(CAPPED, Target(13.0, 1000.0), DecodeAlone(WEIGHTS, KV), True, lambda text: None)
+    device.warm_up(slo, load())
+    assert not slo._beside.knows_a_rate
+    chosen = [
+        slo._choose(load(waiting_work=work), device.alone_ms(load()), 13.0, slo._mix_of(load())).group
+        for work in (750.0, 1e6)
+    ]
+    assert chosen[0] > chosen[1]
 
 
 def test_a_need_that_changes_a_little_changes_no_group():

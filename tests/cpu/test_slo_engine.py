@@ -247,7 +247,7 @@ def test_nobody_is_overtaken_twice_in_succession(slo):
         del slo.scheduler._begin_batch
     of_long = ["long" in "".join(batch.requests) for batch in batches]
     until = max(i for i, is_long in enumerate(of_long) if is_long)
-    pairs = list(zip(of_long[:until], of_long[1:until]))
+    pairs = list(pairwise(of_long[:until]))
     assert (True, False) in pairs and (False, False) not in pairs
 
 

@@ -256,7 +256,7 @@ class TestCuda:
     def test_a_split_that_the_driver_does_not_find_is_an_error_with_the_sizes(self, driver):
         backend = open_backend("cuda", 0)
         driver.sets_found = 0
-        with pytest.raises(PartitionError, match="cannot split 132 SMs into 24 and the rest: .* from 8 in steps of 4"):
+        with pytest.raises(PartitionError, match=r"cannot split 132 SMs into 24 and the rest: .* from 8 in steps of 4"):
             backend.partition(24)
 
     @pytest.mark.parametrize("call", CALLS)
@@ -273,7 +273,7 @@ class TestCuda:
     def test_without_cuda_bindings_the_package_is_named(self, monkeypatch, driver, name):
         for module in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
             monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
-        with pytest.raises(PartitionError, match="cuda-bindings is not installed.*pip install cuda-bindings"):
+        with pytest.raises(PartitionError, match=r"cuda-bindings is not installed.*pip install cuda-bindings"):
             open_backend(name, 0)
 
 

@@ -34,7 +34,7 @@ def done(times, clock, output, at, report=None):
 
 def test_steps_that_queue_up_take_what_lies_between_their_outputs(times, clock):
     outputs = [scheduled(times, clock, at) for at in (1.0, 1.1)]
-    took = [done(times, clock, output, at) for output, at in zip(outputs, (1.5, 1.8))]
+    took = [done(times, clock, output, at) for output, at in zip(outputs, (1.5, 1.8), strict=True)]
     assert [one.ms for one in took] == pytest.approx([500, 300])
     assert [(one.start_s, one.end_s) for one in took] == [(1.0, 1.5), (1.5, 1.8)]
 

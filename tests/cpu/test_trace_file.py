@@ -110,7 +110,7 @@ def steps_record(steps):
 
 def test_a_file_that_has_become_too_large_ends_whole_and_says_so(path, said, clock):
     file = TraceFile(path, said.append, most_bytes=1500, clock_s=clock)
-    for second in range(100):
+    for _ in range(100):
         file.add(steps_record(None))
     file.close()
     assert len(said) == 1 and f"trace_file {path} ends here: it is as large as it may become" in said[0]
@@ -146,7 +146,7 @@ def test_an_end_that_cannot_be_written_is_said_and_closing_goes_on(path, said, c
 
 
 def test_a_file_that_cannot_be_opened_is_an_error_that_names_the_setting(tmp_path, said):
-    with pytest.raises(TraceFileError, match="trace_file is .*/nowhere/trace.json but cannot be written .*: name a"):
+    with pytest.raises(TraceFileError, match=r"trace_file is .*/nowhere/trace.json but cannot be written .*: name a"):
         TraceFile(tmp_path / "nowhere" / "trace.json", said.append)
 
 

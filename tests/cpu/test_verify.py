@@ -124,7 +124,10 @@ def test_a_prefix_is_shared_and_those_at_once_share_none():
     by_kind = {kind: [one.token_ids for one in built() if one.kind == kind] for kind in KINDS}
     (document,) = by_kind[LONG]
     for ids in by_kind[PREFIX]:
-        assert len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, document)))) > 350 and ids != document
+        assert (
+            len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, document, strict=False)))) > 350
+            and ids != document
+        )
     assert len({ids[0] for ids in (*by_kind[AT_ONCE], document)}) == 4
 
 
@@ -296,7 +299,7 @@ def stand_in(tmp_path, monkeypatch):
 
 def test_an_engine_that_does_not_start_is_named_with_its_reason(stand_in):
     stand_in("write({'started': False, 'error': 'no memory'}); sys.exit(1)")
-    with pytest.raises(VerifyError, match="^the stock engine does not start: no memory$"):
+    with pytest.raises(VerifyError, match=r"^the stock engine does not start: no memory$"):
         serve({}, with_pdmux=False)
 
 

@@ -5,8 +5,8 @@ import threading
 
 from driver import LANE_THREAD
 
-from vllm_pdmux.policy import PromptWork
 from vllm_pdmux.observer import Observer
+from vllm_pdmux.policy import PromptWork
 
 # A schedule's stock steps between those of the lanes: prompt tokens, and every how many times.
 FUSED = [None, None, (16, 2), (40, 3), (200, 2)]

@@ -57,7 +57,7 @@ def switches(driver, delay: int):
 
     resources = []
     results = {}
-    for round_number in range(2):
+    for _ in range(2):
         fresh(driver)
         results = driver.run([*chats(1900), *longs(420, 4 * delay, params(max_tokens=2))], limit=20_000)
         if hasattr(driver.worker, "_backend"):

@@ -25,7 +25,7 @@ def said(tmp_path_factory, gpu):
     calls = {connections: (["--json", *divisions], connections) for connections in CONNECTIONS}
     calls |= {"defaults": (["--json"], None), "table": (divisions, None)}
     with ThreadPoolExecutor() as pool:
-        return dict(zip(calls, pool.map(lambda call: doctor(*call), calls.values())))
+        return dict(zip(calls, pool.map(lambda call: doctor(*call), calls.values()), strict=True))
 
 
 def doctor(arguments, connections):

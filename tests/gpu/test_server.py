@@ -71,7 +71,7 @@ def test_chats_stream_on_and_all_are_answered_while_long_prompts_arrive(server):
     before = [len(chat.pieces) for chat in chats]
     longs = [Chat(server, long_prompt(i), LONG_ANSWER_TOKENS, "together", **PRINTABLE) for i in range(8)]
     answers = [long.text() for long in longs]
-    gained = [len(chat.pieces) - count for chat, count in zip(chats, before)]
+    gained = [len(chat.pieces) - count for chat, count in zip(chats, before, strict=True)]
     assert all(len(answer) == LONG_ANSWER_TOKENS for answer in answers)
     assert all(len(chat.text()) == ANSWER_TOKENS for chat in chats)
     assert min(gained) > 0, gained
@@ -97,7 +97,7 @@ def test_the_metrics_count_what_the_lanes_did(server, settings):
     assert page.of("unconfined_steps_total") == 0  # every decode batch had its graph
     assert set(page.values["beside_steps_total"]) == {
         f"{number} {kind} {row[0]}:{row[1]}"
-        for number, (kind, row) in enumerate(zip(BOTH_KINDS, settings["manual_divisions"]), 1)
+        for number, (kind, row) in enumerate(zip(BOTH_KINDS, settings["manual_divisions"], strict=True), 1)
     }
 
 

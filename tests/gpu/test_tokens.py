@@ -156,11 +156,15 @@ def widest(mine, theirs):
         here = mine[name]
         if here["finish"] == there["finish"] == "length":  # else the other token may end an answer
             assert len(here["tokens"]) == len(there["tokens"]), name
-        same = next((i for i, pair in enumerate(zip(here["tokens"], there["tokens"])) if pair[0] != pair[1]), None)
+        same = next(
+            (i for i, pair in enumerate(zip(here["tokens"], there["tokens"], strict=False)) if pair[0] != pair[1]), None
+        )
         until = None if same is None else same + 1
-        answers = zip(here["logprobs"][:until], there["logprobs"][:until])
+        answers = zip(here["logprobs"][:until], there["logprobs"][:until], strict=False)
         pairs = [(f"{name} token {i}", *pair) for i, pair in enumerate(answers)]
-        pairs += [(f"{name} prompt {i}", *pair) for i, pair in enumerate(zip(here["prompt"], there["prompt"]))]
+        pairs += [
+            (f"{name} prompt {i}", *pair) for i, pair in enumerate(zip(here["prompt"], there["prompt"], strict=False))
+        ]
         for where, a, b in pairs:
             for token in a.keys() & b.keys():
                 if a[token] != b[token]:  # both may be infinite: tokens that a grammar forbids

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_pdmux.cache_folder import cache_dir
+from vllm_pdmux.cache_folder import cache_dir, make_private
 from vllm_pdmux.calibration import CalibrationError
 from vllm_pdmux.simulator import DeviceProfile, ProfileError
-from vllm_pdmux.simulator.profile import read_profile
+from vllm_pdmux.simulator.profile import MOST_BYTES, read_profile
+from vllm_pdmux.small_file import read_small_file
 
 FOLDER = "calibrations"
 
@@ -36,7 +37,7 @@ def load(key: Mapping[str, Any], warn: Callable[[str], None]) -> DeviceProfile |
         if not path.exists():
             return None
         profile = read_profile(str(path))
-        stored = json.loads(path.read_text(encoding="utf-8")).get("key")
+        stored = json.loads(read_small_file(path, MOST_BYTES)).get("key")
     except (ProfileError, OSError, ValueError) as error:
         warn(f"calibration {path} is not used: {error}: make it again with vllm-pdmux calibrate --model MODEL --force")
         return None
@@ -52,20 +53,34 @@ def load(key: Mapping[str, Any], warn: Callable[[str], None]) -> DeviceProfile |
 def store(key: Mapping[str, Any], profile: DeviceProfile, details: Mapping[str, Any]) -> Path:
     """Keep `profile` for engines of this key; `details` are for readers. Raises CalibrationError."""
     path = path_of(key)
-    write(path, key, profile, details)
+    write(path, key, profile, details, is_private=True)
     return path
 
 
-def write(path: Path, key: Mapping[str, Any], profile: DeviceProfile, details: Mapping[str, Any]) -> None:
-    """Write the file whole or not at all: into a file beside it, which a rename puts in place."""
+def write(
+    path: Path,
+    key: Mapping[str, Any],
+    profile: DeviceProfile,
+    details: Mapping[str, Any],
+    *,
+    is_private: bool = False,
+) -> None:
+    """Write the file whole or not at all: into a file beside it, which a rename puts in place.
+
+    `is_private`: for this user alone, and so are folders that are made for it. Raises CalibrationError.
+    """
     text = json.dumps({**profile.model_dump(mode="json"), "key": dict(key), **details}, indent=1) + "\n"
     scratch = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if is_private:
+            make_private(path.parent)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(scratch, 0o644)  # mkstemp leaves 0600
+        if not is_private:
+            os.chmod(scratch, 0o644)  # mkstemp leaves 0600
         os.replace(scratch, path)
     except OSError as error:
         if scratch is not None:

@@ -37,15 +37,15 @@ def chosen_profile(
         say(f"calibration: {profile.name}, from {settings.calibration}")
         return found
     key = key_of(vllm_config, settings)
-    profile = cache.load(key, warn)
-    if profile is None:
+    cached = cache.load(key, warn)
+    if cached is None:
         say(
             f"policy slo has no calibration for {describe(key)}: learning from serving; "
             "`vllm-pdmux calibrate` would make one, once, in some seconds beside the engine's start"
         )
         return None
-    say(f"calibration: {profile.name}, from {cache.path_of(key)}")
-    return profile
+    say(f"calibration: {cached.name}, from {cache.path_of(key)}")
+    return cached
 
 
 def named_profile(settings: PDMuxConfig) -> DeviceProfile:

@@ -205,8 +205,10 @@ def _group(profile: DeviceProfile, samples: Samples, number: int) -> GroupProfil
     slowdown, pace = max(1.0, statistics.mean(slowdowns)), min(1.0, statistics.mean(paces))
     mixes = [profile.mix(one.batch, one.context_tokens) for one in mine]
     # Relative to the means, so that one number for both kinds says how near to them the parts are kept.
-    by_part = _near_one(mixes, [value / slowdown for value in slowdowns])
-    by_share = _near_one([(mix.fixed, 1 - mix.fixed) for mix in mixes], [value / pace for value in paces])
+    parts = _near_one(mixes, [value / slowdown for value in slowdowns])
+    fixed_part, requests_part, context_part = (max(part * slowdown, SMALLEST_MS) for part in parts)
+    shares = _near_one([(mix.fixed, 1 - mix.fixed) for mix in mixes], [value / pace for value in paces])
+    fixed_pace, other_pace = (max(share * pace, SMALLEST_MS) for share in shares)
     division = samples.divisions[number - 1]
     return GroupProfile(
         sharing=division.sharing,
@@ -214,8 +216,8 @@ def _group(profile: DeviceProfile, samples: Samples, number: int) -> GroupProfil
         decode_sms=division.decode_sms,
         slowdown=slowdown,
         pace=pace,
-        slowdowns=tuple(max(part * slowdown, SMALLEST_MS) for part in by_part),
-        paces=tuple(max(part * pace, SMALLEST_MS) for part in by_share),
+        slowdowns=(fixed_part, requests_part, context_part),
+        paces=(fixed_pace, other_pace),
     )
 
 
@@ -254,7 +256,9 @@ def _fused_errors(profile: DeviceProfile, samples: Iterable[FusedSample]) -> lis
 
 
 def _check(samples: Samples) -> None:
-    times = [one.ms for one in (*samples.decode, *samples.prefill, *samples.fused)]
+    times = [one.ms for one in samples.decode]
+    times += [one.ms for one in samples.prefill]
+    times += [one.ms for one in samples.fused]
     times += [value for one in samples.beside for value in (one.itl_p50_ms, one.prefill_tokens_per_s)]
     if not all(math.isfinite(value) and value > 0 for value in times):
         raise CalibrationError("a measured time or rate is not above 0: measure again (calibrate with --force)")

@@ -88,7 +88,7 @@ def _digest(value: Any) -> str | None:
 def _is_gpu() -> bool:
     from vllm.platforms import current_platform
 
-    return current_platform.is_cuda()
+    return bool(current_platform.is_cuda())
 
 
 def _device() -> tuple[str, int]:

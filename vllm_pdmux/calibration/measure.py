@@ -62,7 +62,7 @@ class Meter:
 
     def __init__(self, llm: Any):
         self._engine = llm.llm_engine
-        self._core = getattr(self._engine.engine_core, "engine_core", None)
+        self._core: Any = getattr(self._engine.engine_core, "engine_core", None)
         if self._core is None:
             raise CalibrationError("the engine runs in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0")
         self._scheduler = self._core.scheduler

@@ -6,7 +6,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_pdmux.observer import Observer
-from vllm_pdmux.policy import ALL_LAYERS, Decision, FixedPolicy, LayerRule, Load, Observation, Prompt, PromptWork
+from vllm_pdmux.policy import (
+    ALL_LAYERS,
+    SOONER,
+    Decision,
+    FixedPolicy,
+    LayerRule,
+    Load,
+    Observation,
+    Prompt,
+    PromptWork,
+)
 from vllm_pdmux.step_times import StepTime
 
 if TYPE_CHECKING:
@@ -17,6 +27,7 @@ class Recorder:
     """The policy meanwhile: one group always, fused steps when asked for; notes every step, saturated or not."""
 
     observes = fuses = True
+    fused_reason = SOONER  # the prompts that are measured are to end in them
 
     def __init__(self, splits: int):
         self._splits = splits
@@ -42,6 +53,12 @@ class Recorder:
 
     def overtakes(self, waiting: Prompt, begun: Prompt) -> bool:
         return False
+
+    def expected_ms(self, step: Observation) -> None:
+        """Nothing: that is what is measured."""
+
+    def target_ms(self, step: Observation) -> None:
+        """None."""
 
     def observe(self, step: Observation) -> None:
         self.steps.append(step)

@@ -51,12 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = chosen if chosen in COMMANDS else None
     try:
         args = _parser(chosen).parse_args(argv)
-        return args.run(args)
+        code: int = args.run(args)
+        return code
     except CommandError as error:
         return _failed(argv, chosen, str(error), EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         return _failed(argv, chosen, "interrupted", EXIT_INTERRUPTED)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the last handler: a traceback is for --debug
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         return _failed(argv, chosen, f"{reason} (not foreseen; --debug shows where)", EXIT_UNEXPECTED)
 

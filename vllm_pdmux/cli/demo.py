@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_pdmux.demo.comparison import Comparison, Facts
     from vllm_pdmux.demo.drive import Run
     from vllm_pdmux.demo.engine import EngineOptions
-    from vllm_pdmux.demo.picture import Picture
+    from vllm_pdmux.demo.picture import Silent
     from vllm_pdmux.demo.workload import Workload
 
 NAME = "demo"
@@ -94,7 +94,7 @@ def _compare(args: argparse.Namespace, stdout: TextIO) -> "Comparison":
     return comparison
 
 
-def _both_runs(options: "EngineOptions", args: argparse.Namespace, picture: "Picture") -> "Comparison":
+def _both_runs(options: "EngineOptions", args: argparse.Namespace, picture: "Silent") -> "Comparison":
     from vllm_pdmux.demo.comparison import Comparison
     from vllm_pdmux.demo.engine import running_engine
     from vllm_pdmux.demo.picture import PDMUX, STOCK
@@ -110,7 +110,7 @@ def _both_runs(options: "EngineOptions", args: argparse.Namespace, picture: "Pic
     return Comparison(facts, stock, pdmux)
 
 
-def _measured(llm: Any, workload: "Workload", facts: "Facts", picture: "Picture", name: str) -> "Run":
+def _measured(llm: Any, workload: "Workload", facts: "Facts", picture: "Silent", name: str) -> "Run":
     from vllm_pdmux.demo.drive import drive
 
     drive(llm, workload.warm_up())

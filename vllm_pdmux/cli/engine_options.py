@@ -16,8 +16,10 @@ from typing import Any
 from vllm_pdmux.cli import CommandError
 from vllm_pdmux.cli.numbers import positive
 
-_OPTIONS = ("dtype", "quantization", "kv_cache_dtype", "load_format", "hf_overrides", "max_model_len")
-_OPTIONS += ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_memory_bytes")
+_OPTIONS = (
+    *("dtype", "quantization", "kv_cache_dtype", "load_format", "hf_overrides", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 """`vllm-pdmux plan`: what a configuration does on a device of so many SMs. Needs no GPU, no vLLM and no torch.
 
 With a model it also says which layers go together, and with a profile of the device how long things would take. What
-a load over time makes of a configuration is for `simulate` to say.
+a load over time makes of the device is for `simulate` to say, which answers here too where a load is given.
 """
 
 import argparse
@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from vllm_pdmux.cli import CommandError
+from vllm_pdmux.cli import CommandError, simulate
 from vllm_pdmux.cli.predicted import Beside, predictions
 from vllm_pdmux.config import ConfigError, PDMuxConfig, Resolved, resolve
 from vllm_pdmux.policy import Load, OffPolicy, Policy, SloPolicy, TablePolicy
@@ -37,7 +38,7 @@ _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `plan`."""
-    parser.add_argument("--sms", type=_integer(1), required=True, help="SMs of the device, such as 132")
+    parser.add_argument("--sms", type=_integer(1), help="SMs of the device, such as 132")
     parser.add_argument(
         "--compute-capability", type=_compute_capability, default=(9, 0), help='such as "9.0" or "90" (default: 9.0)'
     )
@@ -58,11 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_integer(0),
         help=f"with --profile: context of each request decoding (default: {DEFAULT_CONTEXT_TOKENS})",
     )
+    over_time = parser.add_argument_group("over time", "with --profile: what `simulate` predicts for a trace or a rate")
+    simulate.add_load_arguments(over_time)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print all groups, or the one for `--decode-batch`. Raises CommandError for files and options that are wrong."""
+    if _has_load_over_time(args):
+        return simulate.run(args)
+    if args.sms is None:
+        raise CommandError("--sms is not given: give the SMs of the device, such as --sms 132, or --trace or --rate")
     if args.compute_capability < OLDEST:
         asked, oldest = (".".join(map(str, version)) for version in (args.compute_capability, OLDEST))
         raise CommandError(f"compute capability {asked} is below {oldest}, which SM partitions need: use a newer GPU")
@@ -83,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     if answers and args.model is not None:
         # Without a number of decoding requests for any of them: it does not change the layers, only 0 does.
         batch = 1 if args.decode_batch is None else args.decode_batch
-        layer_groups = _layer_groups(_choose(policy, args, model_layers, batch)[1], model_layers)
+        layers_of_step = _choose(policy, args, model_layers, batch)[1]
+        if model_layers is not None and layers_of_step is not None:
+            layer_groups = _layer_groups(layers_of_step, model_layers)
     predicted = _predicted(args, groups)
     if args.json:
         found = _as_json(groups, chosen, layers)
@@ -97,6 +106,31 @@ def run(args: argparse.Namespace) -> int:
     if predicted is not None:
         _print_predicted(predicted, args)
     return 0
+
+
+def _has_load_over_time(args: argparse.Namespace) -> bool:
+    """Whether `simulate` is asked. Raises CommandError for what goes with one of the two questions alone."""
+    defaults = argparse.ArgumentParser()
+    simulate.add_load_arguments(defaults)
+    over_time = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(defaults.parse_args([])).items()
+        if getattr(args, name) != value
+    ]
+    if args.trace is None and args.rate is None:
+        if over_time:
+            raise CommandError(f"{', '.join(over_time)}: of a load over time: add --trace or --rate, or leave it out")
+        return False
+    at_once = {"--config": args.config, "--decode-batch": args.decode_batch, "--prefill-tokens": args.prefill_tokens}
+    at_once |= {"--layers": args.layers, "--model": args.model, "--context-tokens": args.context_tokens}
+    at_once |= {"--sms": args.sms}
+    if given := [name for name, value in at_once.items() if value is not None]:
+        raise CommandError(
+            f"{', '.join(given)}: a load over time is served by the divisions of --profile: leave it out"
+        )
+    if args.profile is None:
+        raise CommandError("--trace and --rate need the times of a device: give --profile, from calibrate --out")
+    return True
 
 
 def _check_load(policy: Policy, args: argparse.Namespace) -> None:
@@ -130,7 +164,7 @@ def _layers_of(model: str) -> int:
     for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
         for name in _LAYER_COUNTS:
             if isinstance(part, dict) and type(part.get(name)) is int and part[name] > 0:
-                return part[name]
+                return int(part[name])
     raise CommandError(
         f"--model is {model!r} but {path} has none of {', '.join(_LAYER_COUNTS)}: give --layers and --decode-batch"
     )
@@ -165,12 +199,15 @@ def _predicted(args: argparse.Namespace, groups: Sequence[Group]) -> list[Beside
 
 def _load(args: argparse.Namespace) -> tuple[int, int, int]:
     """(requests decoding, context of each, new tokens of a prompt) that predictions are for."""
-    given = (args.decode_batch, args.context_tokens, args.prefill_tokens)
-    defaults = (DEFAULT_DECODE_BATCH, DEFAULT_CONTEXT_TOKENS, DEFAULT_PREFILL_TOKENS)
-    return tuple(default if value is None else value for value, default in zip(given, defaults, strict=True))
+    batch, context, prompt = args.decode_batch, args.context_tokens, args.prefill_tokens
+    return (
+        DEFAULT_DECODE_BATCH if batch is None else batch,
+        DEFAULT_CONTEXT_TOKENS if context is None else context,
+        DEFAULT_PREFILL_TOKENS if prompt is None else prompt,
+    )
 
 
-def _as_json(groups: Sequence[Group], chosen: int | None, layers: int | None) -> dict:
+def _as_json(groups: Sequence[Group], chosen: int | None, layers: int | None) -> dict[str, Any]:
     # `index` is called `group` outside, as in a configuration (fixed_group) and in SGLang.
     rows = [{"group": group.index} | asdict(group) for group in groups]
     for row in rows:

@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="of the device and model: from calibrate --out, or benchmarks/device_profile.py",
     )
+    add_load_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_load_arguments(parser: argparse._ActionsContainer) -> None:
+    """Those that say what is served, under which targets, by which arms; for `plan` too."""
     parser.add_argument("--trace", help="Azure LLM inference trace (.csv) or Mooncake trace (.jsonl)")
     parser.add_argument("--speed", type=positive(float), default=1.0, help="of the trace: so many times as fast")
     parser.add_argument("--rate", type=positive(float), help="requests per second, instead of a trace")
@@ -49,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ttft-slo-ms", type=positive(float), help="target for TTFT, of both too")
     parser.add_argument("--chunks", default="256,512,1024,2048,8192", help="max_num_batched_tokens of stock")
     parser.add_argument("--max-prefill-tokens", type=positive(int), default=4096, help="of a batch in the lane")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,10 +66,12 @@ def run(args: argparse.Namespace) -> int:
         arrivals = _arrivals(args)
     except (ProfileError, TraceError) as error:
         raise CommandError(str(error)) from error
-    limits = {"ttft_slo_ms": args.ttft_slo_ms or float("inf"), "tpot_slo_ms": args.itl_slo_ms or float("inf")}
+    ttft_slo_ms, tpot_slo_ms = args.ttft_slo_ms or float("inf"), args.itl_slo_ms or float("inf")
     rows = []
     for name, arm in arms(args, profile):
-        result = simulate(profile, arrivals, arm, args.max_prefill_tokens, **limits)
+        result = simulate(
+            profile, arrivals, arm, args.max_prefill_tokens, ttft_slo_ms=ttft_slo_ms, tpot_slo_ms=tpot_slo_ms
+        )
         has_target = args.itl_slo_ms is not None or args.ttft_slo_ms is not None
         rows.append({"arm": name, **summary(result, profile, len(arrivals), has_target)})
     if args.json:
@@ -103,6 +110,7 @@ def summary(result: Result, profile: DeviceProfile, requests: int, has_target: b
     """The numbers of one arm; times in ms. `met_share`: of the requests whose TTFT and mean time per output token are
     within the targets; None without any."""
     beside_ms = sum(result.residency_ms.values()) or 1.0
+    longest_first = sorted(result.residency_ms.items(), key=lambda item: item[1], reverse=True)
     names = {STOCK: STOCK} | {number: group.label for number, group in enumerate(profile.groups, start=1)}
     return {
         "ttft_p50_ms": quantile(result.ttft_ms, 0.5),
@@ -111,7 +119,7 @@ def summary(result: Result, profile: DeviceProfile, requests: int, has_target: b
         "itl_p99_ms": result.itl_ms(0.99),
         "met_share": result.met / requests if has_target else None,
         "makespan_s": result.makespan_ms / 1e3,
-        "residency": {names[key]: value / beside_ms for key, value in result.residency_ms.most_common()},
+        "residency": {names[key]: value / beside_ms for key, value in longest_first},
     }
 
 

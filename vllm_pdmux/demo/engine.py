@@ -90,7 +90,8 @@ def trace_of(llm: Any) -> Any:
 def layers_of(llm: Any) -> int:
     """Layers of the model."""
     config = llm.llm_engine.vllm_config
-    return config.model_config.get_num_layers(config.parallel_config)
+    layers: int = config.model_config.get_num_layers(config.parallel_config)
+    return layers
 
 
 def _build(arguments: dict[str, Any], with_pdmux: bool) -> Any:

@@ -104,7 +104,8 @@ def panels(name: str, workload: Workload, layers: int, progress: Progress, size:
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
     cells = [_chat_panel(chat.name, chat.question, progress, size.width // 2) for chat in shown]
-    for left, right in zip(cells[::2], [*cells[1::2], ""], strict=False):
+    right_cells: list[RenderableType] = [*cells[1::2], ""]
+    for left, right in zip(cells[::2], right_cells, strict=False):
         grid.add_row(left, right)
     state = _prefill_state(name, layers, progress)
     return Group(Text(heading, style="bold"), grid, _document_panel(workload, state, progress, size.width))
@@ -185,8 +186,9 @@ def timeline(comparison: Comparison) -> Table:
     layers, chats = comparison.facts.layers, comparison.facts.chats
     title = "The steps from the document's arrival to its first token"
     table = Table(box=box.SIMPLE_HEAD, title=title, expand=True)
-    for name, justify in (("", "left"), ("step", "right"), ("decode batch", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("decode batch", justify="right", no_wrap=True)
     table.add_column(f"layers of the prefill (of {layers})", no_wrap=True)
     table.add_column("step ms", justify="right", no_wrap=True)
     for number, ms in enumerate(comparison.stock.decode_steps_ms, start=1):
@@ -213,10 +215,12 @@ def numbers(comparison: Comparison) -> Table:
     table.add_column(STOCK, justify="right")
     table.add_column(PDMUX, justify="right")
     table.add_row("TTFT of the document", *[_ms(run.ttft_ms, " ms") for run in runs])
-    table.add_row("ITL of the chats during the prefill, median", *[_ms(s and s.median, " ms") for s in during])
-    table.add_row("ITL of the chats during the prefill, max", *[_ms(s and s.max, " ms") for s in during], style="bold")
-    table.add_row("ITL of the chats in the whole run, median", *[_ms(s and s.median, " ms") for s in overall])
-    table.add_row("ITL of the chats in the whole run, p99", *[_ms(s and s.p99, " ms") for s in overall])
+    table.add_row("ITL of the chats during the prefill, median", *[_ms(s.median if s else None, " ms") for s in during])
+    table.add_row(
+        "ITL of the chats during the prefill, max", *[_ms(s.max if s else None, " ms") for s in during], style="bold"
+    )
+    table.add_row("ITL of the chats in the whole run, median", *[_ms(s.median if s else None, " ms") for s in overall])
+    table.add_row("ITL of the chats in the whole run, p99", *[_ms(s.p99 if s else None, " ms") for s in overall])
     table.add_row("decode steps during the prefill", *map(str, steps))
     table.add_row("texts equal to stock's", "", f"{same} of {len(comparison.equal)}")
     return table

@@ -93,11 +93,13 @@ def check_length(document_tokens: int, max_tokens: int, max_model_len: int) -> N
 def encoder(tokenizer: Any) -> Encode:
     """A user's message -> token ids: in the tokenizer's chat template when it has one, else the plain text."""
     if not getattr(tokenizer, "chat_template", None):
-        return tokenizer.encode
+        plain: Encode = tokenizer.encode
+        return plain
 
     def encode(text: str) -> list[int]:
         messages = [{"role": "user", "content": text}]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer.encode(prompt, add_special_tokens=False)  # the template has written them
+        token_ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)  # the template has written them
+        return token_ids
 
     return encode

@@ -9,7 +9,7 @@ does the lane run empty for fused steps, since it is empty after each batch.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -36,7 +36,8 @@ class Result:
     ttft_ms: list[float] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)  # mean time per token after the first, of each request
     gaps_ms: list[tuple[float, int]] = field(default_factory=list)  # (step, requests decoding in it)
-    residency_ms: Counter = field(default_factory=Counter)  # time beside prefill, by group, or STOCK
+    # time beside prefill, by group, or STOCK
+    residency_ms: dict[int | str, float] = field(default_factory=lambda: defaultdict(float))
     longest_lane_wait_ms: float = 0.0  # between two advances of a batch in the lane
     makespan_ms: float = 0.0
     met: int = 0  # requests within both targets
@@ -115,8 +116,17 @@ def simulate(
 
 
 class _Engine:
-    def __init__(self, profile, arm, max_prefill_tokens, max_num_seqs, ttft_slo_ms, tpot_slo_ms, noise):
-        self._profile: DeviceProfile = profile
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        arm: Policy | Stock,
+        max_prefill_tokens: int,
+        max_num_seqs: int,
+        ttft_slo_ms: float,
+        tpot_slo_ms: float,
+        noise: Callable[[], float],
+    ):
+        self._profile = profile
         self._stock = arm if isinstance(arm, Stock) else None
         self._policy: Policy | None = None if isinstance(arm, Stock) else arm
         self._max_prefill_tokens, self._seats = max_prefill_tokens, max_num_seqs
@@ -273,7 +283,8 @@ class _Engine:
 
     def _take_in_order(self, tokens: int) -> _Batch | None:
         """The next chunks, in order of arrival; None when there is no prompt, no token or no seat."""
-        parts, total_ms, work, taken = [], 0.0, 0.0, 0
+        parts: list[tuple[_Request, int]] = []
+        total_ms, work, taken = 0.0, 0.0, 0
         seats = self._seats - len(self._decoding)
         while self._waiting and taken < tokens and len(parts) < seats:
             request = self._waiting[0]

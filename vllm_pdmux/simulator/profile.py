@@ -6,16 +6,22 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_pdmux.config_errors import one_line
 from vllm_pdmux.policy import GroupPrior, Mix, PromptWork
+from vllm_pdmux.small_file import TooLarge, read_small_file
+
+MOST_BYTES = 1 << 20  # of a file; one with six divisions and its errors has 10 KB
 
 
 class ProfileError(ValueError):
-    """A file that is no profile; the message names the file and what is wrong."""
+    """A file that is no profile; the message, one printable line, names the file and what is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 Above0 = Annotated[float, Field(gt=0)]
@@ -105,14 +111,18 @@ class DeviceProfile(BaseModel):
 def read_profile(path: str) -> DeviceProfile:
     """The profile in a JSON file. Raises ProfileError."""
     try:
-        return DeviceProfile.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
+        return DeviceProfile.model_validate(json.loads(read_small_file(path, MOST_BYTES)))
     except OSError as error:
         raise ProfileError(f"profile {path}: cannot be read ({error.strerror}): correct path or rights") from None
+    except TooLarge as error:
+        raise ProfileError(
+            f"profile {path}: {error}, more than a profile takes: make it with vllm-pdmux calibrate --out"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ProfileError(
             f"profile {path}: {where}: {first['msg']}: make it with vllm-pdmux calibrate --out"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(f"profile {path}: is not JSON ({error}): make it with vllm-pdmux calibrate --out") from None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import groupby, islice
 from pathlib import Path
+from typing import TextIO
 
 BLOCK_TOKENS = 512  # of Mooncake's hash ids
 
@@ -40,7 +41,7 @@ def read_trace(path: str, limit: int | None = None, speed: float = 1.0) -> list[
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
             found = []
-            for number, arrival in enumerate(islice(read(file), limit), start=1):
+            for number, arrival in enumerate(islice(read(file), limit), start=1):  # noqa: B007 - an error names it
                 found.append(arrival)
     except OSError as error:
         raise TraceError(f"trace {path}: cannot be read ({error.strerror}): correct path or rights") from None
@@ -74,7 +75,7 @@ def _spread(arrivals: list[Arrival]) -> list[Arrival]:
     """Those of one time evenly from there to the next time; the last ones over a step as long as the one before."""
     steps = [list(same) for _, same in groupby(arrivals, key=lambda one: one.at_ms)]
     starts_ms = [step[0].at_ms for step in steps]
-    ends_ms = starts_ms[1:] + [2 * starts_ms[-1] - starts_ms[-2] if len(steps) > 1 else starts_ms[-1]]
+    ends_ms = [*starts_ms[1:], 2 * starts_ms[-1] - starts_ms[-2] if len(steps) > 1 else starts_ms[-1]]
     return [
         replace(one, at_ms=start_ms + (end_ms - start_ms) * place / len(step))
         for step, start_ms, end_ms in zip(steps, starts_ms, ends_ms, strict=True)
@@ -82,14 +83,14 @@ def _spread(arrivals: list[Arrival]) -> list[Arrival]:
     ]
 
 
-def _azure(file) -> Iterator[Arrival]:
+def _azure(file: TextIO) -> Iterator[Arrival]:
     for row in csv.DictReader(file):
         # Seven digits of a second; Python reads six.
         moment = datetime.fromisoformat(row["TIMESTAMP"][:26])
         yield Arrival(moment.timestamp() * 1e3, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
 
-def _mooncake(file) -> Iterator[Arrival]:
+def _mooncake(file: TextIO) -> Iterator[Arrival]:
     for line in file:
         row = json.loads(line)
         blocks = tuple(row.get("hash_ids", ()))

@@ -55,7 +55,8 @@ class CudaPartitions:
         context = self._check("cuStreamGetGreenCtx", cu.cuStreamGetGreenCtx(cu.CUstream(stream)))
         if not int(context):
             raise PartitionError("the driver made a stream that is in no green context: use another backend")
-        return self._check("cuGreenCtxGetDevResource", cu.cuGreenCtxGetDevResource(context, self._kind)).sm.smCount
+        resource = self._check("cuGreenCtxGetDevResource", cu.cuGreenCtxGetDevResource(context, self._kind))
+        return int(resource.sm.smCount)
 
     def _granularity(self) -> tuple[int, int]:
         # What the driver grants for one SM is the smallest set. Newer drivers also say the step.
@@ -76,7 +77,7 @@ class CudaPartitions:
         self._kept.append((resource, description, context, stream))
         return int(stream)
 
-    def _check(self, call: str, result: tuple) -> Any:
+    def _check(self, call: str, result: tuple[Any, ...]) -> Any:
         if result[0] != self._cu.CUresult.CUDA_SUCCESS:
             raise PartitionError(
                 f"{call} failed with {result[0].name}: SM partitions need a GPU of compute capability 8.0 or later and "

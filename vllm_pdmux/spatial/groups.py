@@ -78,9 +78,10 @@ def stream_groups(
     `sm_group_num - 2`. `source` names where the rows come from ("file x.yml") in the SplitError for rows that do not
     sum to `total_sms`; all of them are in one message.
     """
-    rows = tuple(config.manual_divisions)
-    if rows:
-        _check_sums(rows, total_sms, source)
+    rows: tuple[tuple[int, int, int | None], ...]
+    if manual := tuple(config.manual_divisions):
+        _check_sums(manual, total_sms, source)
+        rows = manual
     else:
         pairs = automatic_split(total_sms, compute_capability, config.sm_group_num - 2)
         rows = tuple((prefill_sms, decode_sms, None) for prefill_sms, decode_sms in pairs)

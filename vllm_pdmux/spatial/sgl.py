@@ -17,7 +17,7 @@ class SglKernelPartitions(CudaPartitions):
         self._index = device
         try:
             from sgl_kernel import spatial
-        except Exception as error:  # noqa: BLE001 - a library built for another torch fails in many ways
+        except Exception as error:  # a library built for another torch fails in many ways
             raise PartitionError(_unusable(error)) from error
         self._spatial: Any = spatial
 

@@ -38,7 +38,7 @@ def main(spec_path: str, out_path: str) -> int:
             found["started"] = True
             _write(out, found)
             found |= _asked(llm, spec)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent says it
         traceback.print_exc()  # the parent shows it with --debug
         found["error"] = str(error) if isinstance(error, DemoError) else f"{type(error).__name__}: {error}"
     _write(out, found)

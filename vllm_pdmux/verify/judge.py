@@ -72,8 +72,8 @@ def judge(stock: Mapping[str, Answers], pdmux: Mapping[str, Answers], dtype: str
         for schedule in SCHEDULES
         for name, answer in stock[schedule].items()
     }
-    others = {where: first_other(*pair) for where, pair in pairs.items()}
-    others = {where: place for where, place in others.items() if place is not None}
+    places = {where: first_other(*pair) for where, pair in pairs.items()}
+    others = {where: place for where, place in places.items() if place is not None}
     off = {where: widest(mine, theirs, where) for where, (mine, theirs) in pairs.items()}
     allowed = 0.0 if is_exact else SLACK * own.nats
     # An answer that is shorter has no other token whose logprobs could excuse it.

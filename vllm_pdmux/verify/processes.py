@@ -44,11 +44,13 @@ def serve(spec: Mapping[str, Any], with_pdmux: bool, show_output: bool = False) 
         with log_path.open("w", encoding="utf-8") as log:
             output = sys.stderr if show_output else log
             run = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        found = json.loads(out_path.read_text(encoding="utf-8")) if out_path.exists() else {"started": False}
+        found: dict[str, Any] = {"started": False}
+        if out_path.exists():
+            found = json.loads(out_path.read_text(encoding="utf-8"))
         if run.returncode != 0 and "error" not in found:
             found["error"] = _died(run.returncode, log_path)
     if not found["started"]:
-        reason = found["error"]  # what vLLM refuses names the engine already
+        reason: str = found["error"]  # what vLLM refuses names the engine already
         raise VerifyError(reason if reason.startswith("vLLM (") else f"{which} does not start: {reason}")
     return _served(found)
 

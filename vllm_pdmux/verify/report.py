@@ -17,8 +17,10 @@ from vllm_pdmux.verify.processes import Served
 from vllm_pdmux.verify.workload import CHATS
 
 # Those that change what runs. Others are not told: a variable may hold a secret.
-_ENVIRONMENT = ("PDMUX", "PDMUX_CONFIG", "PDMUX_ALLOW_UNTESTED", "VLLM_PLUGINS")
-_ENVIRONMENT += ("VLLM_USE_V2_MODEL_RUNNER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_ENVIRONMENT = (
+    *("PDMUX", "PDMUX_CONFIG", "PDMUX_ALLOW_UNTESTED", "VLLM_PLUGINS"),
+    *("VLLM_USE_V2_MODEL_RUNNER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
+)
 _NO_LANE = ("off", "slo")  # policies that may leave the lane empty: slo may take fused steps instead
 
 
@@ -126,11 +128,12 @@ def _itl(times_ms: Sequence[float]) -> dict[str, float] | None:
 
 def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     """(what, stock, plugin), as text."""
-    both = latencies(result.stock.rounds), latencies(result.pdmux.rounds)
-    yield "TTFT of the long prompt, p50 / max ms", *(_said(one["ttft_ms"]) for one in both)
+    stock, pdmux = latencies(result.stock.rounds), latencies(result.pdmux.rounds)
+    yield "TTFT of the long prompt, p50 / max ms", _said(stock["ttft_ms"]), _said(pdmux["ttft_ms"])
     beside = "ITL of running requests during its prefill, p50 / p99 / max ms"
-    yield beside, *(_said(one["itl_during_prefill_ms"]) for one in both)
-    yield "ITL of running requests overall, p50 / p99 / max ms", *(_said(one["itl_ms"]) for one in both)
+    yield beside, _said(stock["itl_during_prefill_ms"]), _said(pdmux["itl_during_prefill_ms"])
+    overall = "ITL of running requests overall, p50 / p99 / max ms"
+    yield overall, _said(stock["itl_ms"]), _said(pdmux["itl_ms"])
     yield "decode steps with prefill layers beside them", "-", str(sum(result.pdmux.beside_steps.values()))
 
 

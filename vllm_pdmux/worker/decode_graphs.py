@@ -113,10 +113,13 @@ class DecodeGraphs:
         left = dict(streams)
         for group, stream in streams.items():
             begun = time.perf_counter()
-            self._sets[group] = self._capture_one(stream, sizes)
+            self._sets[group], taken_bytes = self._capture_one(stream, sizes)
             now = time.perf_counter()
             del left[group]
-            progress(f"PD-multiplexing group {group}: {len(sizes)} decode graphs, {now - begun:.1f} s")
+            progress(
+                f"PD-multiplexing group {group}: {len(sizes)} decode graphs, {now - begun:.1f} s, "
+                f"{taken_bytes >> 20} MiB"
+            )
             if left:
                 seconds_each = (now - begun) / len(sizes)
                 affords = int((limit_s - (now - started)) / (seconds_each * len(left)))
@@ -133,7 +136,8 @@ class DecodeGraphs:
             graphs = graphs if fits else None
         self._runner.cudagraph_manager = graphs or self._stock
 
-    def _capture_one(self, stream: torch.cuda.Stream, sizes: Sequence[int]) -> ModelCudaGraphManager:
+    def _capture_one(self, stream: torch.cuda.Stream, sizes: Sequence[int]) -> tuple[ModelCudaGraphManager, int]:
+        """The set, and the bytes that it took."""
         runner = self._runner
         config = copy.copy(runner.vllm_config)
         config.compilation_config = copy.copy(config.compilation_config)
@@ -146,7 +150,7 @@ class DecodeGraphs:
         unlock_workspace()  # buffers that are kept for each stream; capture_model locks again
         try:
             with graphs_captured_on(stream):
-                runner.capture_model()
+                taken_bytes: int = runner.capture_model()
         finally:
             runner.cudagraph_manager = self._stock
-        return graphs
+        return graphs, taken_bytes

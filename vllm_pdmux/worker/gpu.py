@@ -69,7 +69,7 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
     def determine_available_memory(self) -> int:
         """Stock's, less what the lanes need beside a stock step: a runner, activations, scratch and graphs."""
         is_given = bool(self.cache_config.kv_cache_memory_bytes)  # by the user; stock's start-up plan may set it too
-        available = super().determine_available_memory()
+        available: int = super().determine_available_memory()
         self._graph_sizes = capture_sizes(self.vllm_config)
         if is_given:
             return available
@@ -81,7 +81,7 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
             budget = int(available * self._settings.graph_memory_share)
             layers = self.model_config.get_num_layers(self.parallel_config)
             self._graph_sizes, graphs = affordable(self._graph_sizes, len(disjoint), layers, budget)
-        lanes = SECOND_RUNNER_BYTES + activations * streams + scratch + graphs
+        lanes: int = SECOND_RUNNER_BYTES + activations * streams + scratch + graphs
         logger.info(
             "PD-multiplexing: %.2f of %.2f GiB for KV go to the lanes: a second runner, %.2f GiB of activations for "
             "%d tokens on each of %d streams, %.2f GiB of scratch, %.2f GiB of decode graphs (%d sizes)",
@@ -140,7 +140,7 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
         return min(group, self._groups[-1].index)
 
     def _prefill_tokens(self) -> int:
-        most = self.scheduler_config.max_num_batched_tokens
+        most: int = self.scheduler_config.max_num_batched_tokens
         return min(most, max_prefill_tokens(self._settings, has_streams=True) or most)
 
     def _give_each_lane_a_workspace(self) -> None:
@@ -149,18 +149,19 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
         workspace._manager = workspace.WorkspaceManager(self.device, num_lanes=2, alloc_context=stock._alloc_context)
 
     def _workspaces(self) -> list[torch.Tensor | None]:
-        return workspace.current_workspace_manager()._current_workspaces
+        workspaces: list[torch.Tensor | None] = workspace.current_workspace_manager()._current_workspaces
+        return workspaces
 
     @torch.inference_mode()
     def _activations_bytes(self) -> int:
         """What one prefill batch of the largest size makes the allocator keep for its stream, measured."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        before: int = torch.cuda.memory_reserved()
         for _ in range(2):
             dummy_prefill(self.model_runner, self._prefill_tokens(), with_attention=False)
         torch.cuda.synchronize()
-        kept = torch.cuda.memory_reserved() - before
+        kept: int = torch.cuda.memory_reserved() - before
         torch.cuda.empty_cache()
         return kept
 
@@ -177,7 +178,7 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
         if settings.policy == "off":
             groups = ()
         elif settings.policy == "fixed":
-            groups = [group for group in groups if group.index == settings.fixed_group] or groups[-1:]
+            groups = tuple(one for one in groups if one.index == settings.fixed_group) or groups[-1:]
         name = "cuda" if settings.backend == "auto" else settings.backend
         self._backend = open_backend(name, torch.cuda.current_device())  # keeps what the streams live in
         granted = granted_groups(groups, self._backend)

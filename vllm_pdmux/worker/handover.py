@@ -50,7 +50,8 @@ class HandoverV1:
                 runner.num_prompt_logprobs.pop(req_id, None)
 
     def gone(self, output: SchedulerOutput) -> set[str]:
-        return output.finished_req_ids  # a preempted request resumes from the state that its runner has
+        finished: set[str] = output.finished_req_ids  # a preempted request resumes from the state that its runner has
+        return finished
 
 
 class HandoverV2:
@@ -69,7 +70,8 @@ class HandoverV2:
                 runner._remove_request(req_id)
 
     def gone(self, output: SchedulerOutput) -> set[str]:
-        return output.finished_req_ids | (output.preempted_req_ids or set())
+        gone: set[str] = output.finished_req_ids | (output.preempted_req_ids or set())
+        return gone
 
 
 def handover_for(vllm_config: Any) -> Handover:

@@ -23,6 +23,10 @@ class LaneDevice(Protocol):
     keep_thread: bool  # whether the lane's thread outlives its batch
     workspace: int  # vLLM's workspace lane, whose scratch the prefill lane uses
 
+    @property
+    def lead_layers(self) -> int:
+        """How many layers it keeps queued; 0: it has no queue."""
+
     def use(self, group: int, runner: Any) -> None:
         """On the worker's thread: launch what comes next of `runner` on the SMs of `group`."""
 
@@ -59,6 +63,7 @@ class HostDevice:
 
     keep_thread = False
     workspace = 0  # shared: what runs has ended when control changes
+    lead_layers = 0
 
     def use(self, group: int, runner: Any) -> None: ...
 
@@ -120,6 +125,10 @@ class CudaDevice:
         self._launched = 0  # layers, in this step
         self._is_first = False  # whether a batch has begun of which no layer has
         self._is_short = False  # whether layers were left to launch when the lead was reached
+
+    @property
+    def lead_layers(self) -> int:
+        return self._lead
 
     def use(self, group: int, runner: Any) -> None:
         # A device may have fewer groups than the scheduler counts.
@@ -194,7 +203,7 @@ class CudaDevice:
     def is_done(self, output: Any) -> bool:
         for name in ("copy_event", "async_copy_ready_event"):
             if hasattr(output, name):
-                return getattr(output, name).query()
+                return bool(getattr(output, name).query())
         return True  # without asynchronous scheduling a V1 runner has waited for it
 
     def drop(self) -> None:

@@ -53,12 +53,14 @@ class PrefillLane:
         self._current: Batch | None = None
         self._launched = LaunchedBatches(lambda output: self._device.is_done(output))
         self._step = 0
+        self._order, self._decoding = PrefillOrder(), 0  # of the last step
         self._finished_req_ids: set[str] = set()  # finished while their batch was in the lane
         self._is_async = decode_runner.vllm_config.scheduler_config.async_scheduling
 
     def before_decode(self, output: SchedulerOutput, order: PrefillOrder) -> None:
         """What must happen before the decode lane runs the step `output`: drops, and requests that change lanes."""
         self._step += 1
+        self._order, self._decoding = order, len(output.num_scheduled_tokens)
         if order.drop is not None:
             self._drop(order.drop)
         self._finished_req_ids |= self._handover.gone(output)
@@ -102,6 +104,26 @@ class PrefillLane:
         self._lane.advance(ALL_LAYERS)
         self._lane.take()
 
+    def progress(self) -> object:
+        """What differs whenever the lane has come further; None while it has nothing to do. From any thread."""
+        current, launched = self._current, self._launched.all()
+        if current is None and not self._queue and not launched:
+            return None
+        return None if current is None else current.id, self._lane.layer, tuple(one.batch.id for one in launched)
+
+    def describe(self) -> str:
+        """What it is doing, in one line. From any thread."""
+        current, order = self._current, self._order
+        doing = "no batch is being launched"
+        if current is not None:
+            requests = ", ".join(current.req_ids)
+            tokens = current.output.total_num_scheduled_tokens
+            doing = f"layer {self._lane.layer} of batch {current.id} has begun ({tokens} tokens of {requests})"
+        ended = [one.batch.id for one in self._launched.all()]
+        last = f"batch {order.batch_id}, {order.layers} layers, group {order.group}, drop up to {order.drop}"
+        waiting = f"{len(self._queue)} batches wait; launched and not reported: {ended}"
+        return f"{doing}; {waiting}; last step: {self._step}, {self._decoding} requests decoding, order: {last}"
+
     def close(self) -> None:
         """Stop the lane's thread; a batch in progress is abandoned."""
         self._lane.close()
@@ -114,7 +136,8 @@ class PrefillLane:
         if not in_lane:
             return None  # a void order: async scheduling looks one step ahead
         awaited = launched[0] if wait and launched else None
-        return PendingReport(LaneReport(in_lane[0], runs, is_saturated), self._step, awaited, self._launched)
+        report = LaneReport(in_lane[0], runs, is_saturated, lead_layers=self._device.lead_layers)
+        return PendingReport(report, self._step, awaited, self._launched)
 
     def _begin(self, batch: Batch) -> None:
         self._handover.move(batch.output.num_scheduled_tokens, self._decode_runner, self._runner)
@@ -126,9 +149,14 @@ class PrefillLane:
     def _run(self, batch: Batch) -> Any:
         """The job: a stock step of the second runner. Runs on the lane's thread."""
         self._device.enter()
-        with use_workspace_lane(self._device.workspace):
-            result = self._runner.execute_model(batch.output)
-            return self._runner.sample_tokens(batch.grammar) if result is None else result
+        try:
+            with use_workspace_lane(self._device.workspace):
+                result = self._runner.execute_model(batch.output)
+                return self._runner.sample_tokens(batch.grammar) if result is None else result
+        except BaseException:
+            # What is kept between the two would be taken for the next batch's.
+            self._runner.execute_model_state = None
+            raise
 
     def _launch(self, layers: int, to_its_end: bool) -> tuple[Run, ...]:
         """Launch `layers` layers, fewer where the device has enough queued; what was run of each batch.
@@ -162,7 +190,7 @@ class PrefillLane:
     def _take(self) -> tuple[Any, str | None]:
         try:
             return self._lane.take(), None
-        except Exception as error:  # noqa: BLE001 - whatever the forward raised ends this batch, not the engine
+        except Exception as error:  # whatever the forward raised ends this batch, not the engine
             assert self._current is not None
             req_ids = ", ".join(self._current.req_ids)
             logger.exception("prefill batch %s failed; its requests are %s", self._current.id, req_ids)

@@ -69,7 +69,9 @@ def dummy_prefill(runner: Any, tokens: int, with_attention: bool) -> None:
 
 
 def _build_v1(decode_runner: Any, config: VllmConfig) -> Any:
-    class PrefillRunner(type(decode_runner)):  # type: ignore[misc]
+    stock: Any = type(decode_runner)
+
+    class PrefillRunner(stock):
         """The platform's runner with the KV cache of the decode lane."""
 
         def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

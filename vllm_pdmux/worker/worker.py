@@ -7,15 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_pdmux.activation import settings_of
+from vllm_pdmux.beneath import WorkerBeneath
 from vllm_pdmux.messages import PrefillOrder, attach_report, order_of
 from vllm_pdmux.worker.lane_device import HostDevice, LaneDevice
 from vllm_pdmux.worker.launched import PendingReport
 from vllm_pdmux.worker.prefill_lane import PrefillLane
+from vllm_pdmux.worker.watchdog import Watchdog
+
+logger = init_logger("vllm.pdmux.worker")
 
 _NOTHING = PrefillOrder()
 
@@ -45,7 +50,7 @@ def _resolved(output: ModelRunnerOutput | AsyncModelRunnerOutput) -> ModelRunner
     return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
 
 
-class PDMuxWorkerMixin:
+class PDMuxWorkerMixin(WorkerBeneath):
     """Runs the decode lane's step as the stock worker does, then the layers that the order asks for.
 
     The layers come last: on a GPU they are queued behind a decode step that is under way already, and on a CPU the
@@ -53,13 +58,23 @@ class PDMuxWorkerMixin:
     """
 
     _prefill_lane: PrefillLane | None = None
+    _watchdog: Watchdog | None = None
     _order: PrefillOrder = _NOTHING  # of the step between execute_model and sample_tokens
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        settings = settings_of(self.vllm_config)  # type: ignore[attr-defined]
-        runner = self.model_runner  # type: ignore[attr-defined]
-        self._prefill_lane = PrefillLane(runner, settings.lane, self._lane_device())
+        super().initialize_from_config(kv_cache_config)
+        settings = settings_of(self.vllm_config)
+        runner = self.model_runner
+        lane = self._prefill_lane = PrefillLane(runner, settings.lane, self._lane_device())
+        logger.info(
+            "PD-multiplexing worker: %s, Model Runner %s, lane %s",
+            type(self).__name__,
+            "V2" if self.vllm_config.use_v2_model_runner else "V1",
+            settings.lane,
+        )
+        if settings.watchdog_s:
+            self._watchdog = Watchdog(settings.watchdog_s, settings.watchdog_action, lane.progress, lane.describe)
+            self._watchdog.start()
 
     def _lane_device(self) -> LaneDevice:
         return HostDevice()
@@ -74,23 +89,25 @@ class PDMuxWorkerMixin:
     @torch.inference_mode()  # moving a request between the runners writes to their inference tensors
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if self._prefill_lane is None or (order := order_of(scheduler_output)) is None:
-            return super().execute_model(scheduler_output)  # type: ignore[misc]  # vLLM's own warm-up
+            return super().execute_model(scheduler_output)  # vLLM's own warm-up
         self._order = order
         self._prefill_lane.before_decode(scheduler_output, order)
         self._before_decode(scheduler_output, order)
-        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        output = super().execute_model(scheduler_output)
         if output is None:
             return None
         return self._advance(output, nothing_decodes=scheduler_output.total_num_scheduled_tokens == 0)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        return self._advance(super().sample_tokens(grammar_output), nothing_decodes=False)  # type: ignore[misc]
+        return self._advance(super().sample_tokens(grammar_output), nothing_decodes=False)
 
     def shutdown(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._prefill_lane is not None:
             self._prefill_lane.close()
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()
 
     def _advance(self, output: Any, nothing_decodes: bool) -> Any:
         order, self._order = self._order, _NOTHING

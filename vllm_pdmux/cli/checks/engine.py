@@ -21,7 +21,7 @@ def check_platform(plugins: Sequence[Plugin]) -> Iterator[Finding]:
     """The class that vLLM chose and why. Imports vLLM."""
     try:
         from vllm.platforms import current_platform
-    except Exception as error:  # whatever the import of vLLM and of a plugin raises
+    except Exception as error:  # noqa: BLE001 - whatever the import of vLLM and of a plugin raises
         yield Finding("platform", ERROR, f"vLLM cannot be imported here ({type(error).__name__}: {error})")
         return
     cls = type(current_platform)

@@ -136,7 +136,9 @@ def _places(top: str) -> list[Path]:
         return []
     if spec is None:
         return []
-    return [Path(place) for place in spec.submodule_search_locations or [spec.origin] if place is not None]
+    if spec.submodule_search_locations:
+        return [Path(place) for place in spec.submodule_search_locations]
+    return [] if spec.origin is None else [Path(spec.origin)]
 
 
 def _variable(plugins: Sequence[Plugin], allowed: Sequence[str] | None, value: str | None) -> Iterator[Finding]:
