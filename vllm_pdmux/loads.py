@@ -34,7 +34,7 @@ class Loads(SchedulerBeneath):
         in_lane = {req_id for batch in self._batches for req_id in batch.requests}
         decoding = [one for one in self.running if not one.is_prefill_chunk and one.request_id not in in_lane]
         begun = self._half_done()
-        waiting_work, newest_wait_ms = self._waiting_work(begun)
+        waiting_work, first_tokens = self._waiting_work(begun)
         load = Load(
             len(decoding),
             self.max_num_scheduled_tokens,
@@ -42,9 +42,8 @@ class Loads(SchedulerBeneath):
             sum(request.num_computed_tokens for request in decoding),
             computed_tokens=begun[0].num_computed_tokens if begun else 0,
             oldest_wait_ms=self._oldest_wait_ms([]),
-            lane_work=self._lane_work(),
             waiting_work=waiting_work,
-            newest_wait_ms=newest_wait_ms,
+            first_tokens=first_tokens,
             is_lane_busy=bool(self._batches),
         )
         tokens = self._pdmux_policy.fused_tokens(load)
@@ -57,12 +56,13 @@ class Loads(SchedulerBeneath):
         """
         decoding = list(output.num_scheduled_tokens)
         decoding = decoding or [request.request_id for request in self._batches[0].alive(self.requests)]
-        context_tokens, oldest_wait_ms, waiting_work, newest_wait_ms = 0, 0.0, 0.0, 0.0
+        context_tokens, oldest_wait_ms, waiting_work = 0, 0.0, 0.0
+        first_tokens: tuple[tuple[float, float], ...] = ()
         if self._observer is not None:
             context_tokens = sum(self.requests[req_id].num_computed_tokens for req_id in decoding)
             in_lane = [request for one in self._batches for request in one.alive(self.requests)]
             oldest_wait_ms = self._oldest_wait_ms(in_lane)
-            waiting_work, newest_wait_ms = self._waiting_work(self._half_done())
+            waiting_work, first_tokens = self._waiting_work(self._half_done())
         return Load(
             len(decoding),
             batch.num_tokens,
@@ -70,9 +70,8 @@ class Loads(SchedulerBeneath):
             context_tokens,
             batch.work,
             oldest_wait_ms=oldest_wait_ms,
-            lane_work=self._lane_work(),
             waiting_work=waiting_work,
-            newest_wait_ms=newest_wait_ms,
+            first_tokens=first_tokens,
             is_lane_busy=True,
         )
 
@@ -89,16 +88,24 @@ class Loads(SchedulerBeneath):
         """That is left of the batches in the lane, as far as reports have come."""
         return sum(one.work * (1 - one.layers_launched / self._model_layers) for one in self._batches)
 
-    def _waiting_work(self, begun: list[Request]) -> tuple[float, float]:
-        """Of the prompts that wait or are half done, of the first ones where many wait; and for how many ms the last of
-        them has waited for its first token. Those that wait count whole: what the prefix cache has of them is not known
-        before they are scheduled."""
-        counted = [*begun, *islice(self.waiting, MOST_WAITING)]
-        work = sum(
-            self._prompt_work.of(one.num_tokens - one.num_computed_tokens, one.num_computed_tokens) for one in counted
-        )
-        newest = next((one for one in reversed(counted) if not one.num_output_tokens), None)
-        return work, 0.0 if newest is None else max(0.0, (time.time() - newest.arrival_time) * 1e3)
+    def _waiting_work(self, begun: list[Request]) -> tuple[float, tuple[tuple[float, float], ...]]:
+        """Of the prompts that wait or are half done, of the first ones where many wait; and `Load.first_tokens`.
+
+        Those that wait count whole: what the prefix cache has of them is not known before they are scheduled."""
+        now_s, before = time.time(), self._lane_work()
+        ends_in_lane = [
+            request
+            for batch in self._batches
+            for request in batch.alive(self.requests)
+            if not (request.is_prefill_chunk or request.num_output_tokens)
+        ]
+        first_tokens = [(before, max(0.0, (now_s - request.arrival_time) * 1e3)) for request in ends_in_lane]
+        work = 0.0
+        for one in (*begun, *islice(self.waiting, MOST_WAITING)):
+            work += self._prompt_work.of(one.num_tokens - one.num_computed_tokens, one.num_computed_tokens)
+            if not one.num_output_tokens:
+                first_tokens.append((before + work, max(0.0, (now_s - one.arrival_time) * 1e3)))
+        return work, tuple(first_tokens)
 
     def _oldest_wait_ms(self, admitted: list[Request]) -> float:
         """Of the request that has waited for its first token longest: of those in prefill, or the first that waits."""

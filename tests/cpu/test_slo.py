@@ -39,7 +39,8 @@ def policy(shares, itl_ms=None, paced_by_device=True, log=None):
 
 def load(decode_batch=32, context_tokens=65536, prefill_tokens=4096, **others):
     """Many prompts wait."""
-    return Load(decode_batch, prefill_tokens, 32, context_tokens, prefill_tokens, **{"waiting_work": 1e6, **others})
+    found = Load(decode_batch, prefill_tokens, 32, context_tokens, prefill_tokens, **{"waiting_work": 1e6, **others})
+    return found if "first_tokens" in others else replace(found, first_tokens=((found.waiting_work, 0.0),))
 
 
 class Device:
@@ -538,7 +539,7 @@ def test_while_a_first_token_may_be_late_the_target_is_kept_by_the_usual_step():
     slo, device = impatient()
     rate = lambda steps: device.rates[steps[-1][0] - 1]  # noqa: E731
     in_time = serve(slo, device, load(waiting_work=5000.0), 300)
-    late = serve(slo, device, load(waiting_work=5000.0, newest_wait_ms=800.0), 300)
+    late = serve(slo, device, load(first_tokens=((5000.0, 800.0),)), 300)
     assert rate(late) > rate(in_time)
     assert sorted(ms for _, ms in late[100:])[100] <= 20.0 < max(ms for _, ms in late[100:])
 
@@ -573,15 +574,24 @@ def test_a_need_that_changes_a_little_changes_no_group():
 
 
 def test_the_rate_that_is_needed_is_of_the_prompt_with_the_least_time():
-    assert needed_rate(load(), None) == needed_rate(load(waiting_work=0.0, oldest_wait_ms=1e6), 1000.0) == 0.0
-    queue = load(lane_work=2000.0, waiting_work=4000.0)
     planned_ms = 1000.0 * TTFT_PLANNED
-    assert needed_rate(queue, 1000.0) == pytest.approx(6000.0 / planned_ms)
-    old = replace(queue, oldest_wait_ms=planned_ms - 100.0)
-    assert needed_rate(old, 1000.0) == pytest.approx(2000.0 / 100.0)
-    together = replace(old, newest_wait_ms=planned_ms - 200.0)
-    assert needed_rate(together, 1000.0) == pytest.approx(6000.0 / 200.0)
-    assert needed_rate(replace(queue, oldest_wait_ms=planned_ms), 1000.0) == math.inf
+    needed = lambda *first_tokens: needed_rate(load(first_tokens=first_tokens), 1000.0)  # noqa: E731
+    assert needed_rate(load(), None) == needed() == needed((0.0, 1e6)) == 0.0
+    queue = [(2000.0, 100.0), (5000.0, planned_ms - 300.0), (6000.0, 0.0)]
+    assert needed(*queue) == pytest.approx(5000.0 / 300.0), "the one in the middle"
+    assert needed((2000.0, planned_ms - 100.0), *queue[1:]) == pytest.approx(2000.0 / 100.0)
+    assert needed(*queue, (7000.0, planned_ms)) == math.inf
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 3000)), max_size=20), st.floats(0, 1e5))
+def test_another_prompt_never_lowers_the_rate_that_is_needed(prompts, more):
+    """The case in which a short prompt that has just come made the others' waits count for nothing."""
+    queue, work = [], 0.0
+    for own, wait_ms in prompts:
+        work += own
+        queue.append((work, wait_ms))
+    before = needed_rate(load(first_tokens=tuple(queue)), 1000.0)
+    assert needed_rate(load(first_tokens=(*queue, (work + more, 0.0))), 1000.0) >= before
 
 
 def test_the_limit_of_itl_is_never_below_the_target():

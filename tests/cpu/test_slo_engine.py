@@ -149,14 +149,16 @@ def test_the_load_has_the_work_that_is_left_in_the_lane_and_outside_of_it(slo):
         slo.set_chunk(ENGINE["max_num_batched_tokens"])
     beside = [load for load in spy.loads if load.prefill_tokens and load.decode_batch and load.waiting_work]
     layers = beside[0].model_layers
-    assert all(0 <= load.lane_work <= 70 for load in beside)
-    first = [load for load in beside if load.waiting_work in (130, 160)]
-    assert {load.waiting_work for load in first} == {130, 160} and 70 / layers in {load.lane_work for load in first}
-    totals = [load.lane_work + load.waiting_work for load in beside]
-    added = [after - before for before, after in pairwise(totals) if after > before]
+    in_lane = [load.first_tokens[-1][0] - load.waiting_work for load in beside]
+    assert all(-1e-6 <= work <= 70 for work in in_lane) and {70.0, 70 - 70 / layers} <= {round(w, 6) for w in in_lane}
+    totals = [load.first_tokens[-1][0] for load in beside]
+    added = [after - before for before, after in pairwise(totals) if after > before + 1e-6]
     assert totals[0] == 200 and len(added) == 1 and 0 < added[0] <= 30, "less with every layer, and once a prompt more"
-    waits = [(load.oldest_wait_ms, load.newest_wait_ms) for load in first if load.waiting_work == 160]
-    assert all(0 < newest < oldest for oldest, newest in waits)
+    both = next(load for load in beside if load.waiting_work == 160)
+    (long, long_wait_ms), (later, later_wait_ms) = both.first_tokens
+    assert later == pytest.approx(long + 30) and 0 < later_wait_ms < long_wait_ms == pytest.approx(
+        both.oldest_wait_ms, abs=50
+    )
 
 
 @pytest.mark.parametrize("tokens", [16, 100, 10_000])

@@ -13,15 +13,12 @@ TTFT_PLANNED = 0.75
 
 
 def needed_rate(load: Load, ttft_ms: float | None) -> float:
-    """Work per ms that the prompts of `load` need to keep `ttft_ms`; infinite where one has waited for too long to.
-
-    The oldest prompt is taken to be in the batch in the lane, or first in the queue; the newest one last.
-    """
+    """Work per ms that the prompts of `load` need to keep `ttft_ms`, served in order: what the one with the least time
+    for the work before it needs. Infinite where one has waited for too long to."""
     if ttft_ms is None:
         return 0.0
     planned_ms = ttft_ms * TTFT_PLANNED
-    first = _rate(load.lane_work, planned_ms - load.oldest_wait_ms)
-    return max(first, _rate(load.lane_work + load.waiting_work, planned_ms - load.newest_wait_ms))
+    return max((_rate(work, planned_ms - wait_ms) for work, wait_ms in load.first_tokens), default=0.0)
 
 
 def _rate(work: float, left_ms: float) -> float:

@@ -26,9 +26,10 @@ class Load:
     prefill_work: float = 0.0  # of the prefill batch, see PromptWork
     computed_tokens: int = 0  # of the prompt that is to be prefilled next
     oldest_wait_ms: float = 0.0  # since the oldest request without a first token arrived
-    lane_work: float = 0.0  # that is left of all batches in the lane
     waiting_work: float = 0.0  # of the prompts that wait outside the lane, or of the first MOST_WAITING
-    newest_wait_ms: float = 0.0  # since the last of these arrived
+    # In order, for each first token that is to come: the work until then, that in the lane included, and for how many
+    # ms its request has waited.
+    first_tokens: tuple[tuple[float, float], ...] = ()
     is_lane_busy: bool = False  # whether a prefill batch is in the lane
 
 

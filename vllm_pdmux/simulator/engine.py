@@ -176,9 +176,8 @@ class _Engine:
             prefill_work=self._batch.work if self._batch else 0.0,
             computed_tokens=computed,
             oldest_wait_ms=self._oldest_wait_ms(),
-            lane_work=self._batch.work * (1 - self._batch.done_ms / self._batch.total_ms) if self._batch else 0.0,
-            newest_wait_ms=self._newest_wait_ms(),
             waiting_work=self._waiting_work(),
+            first_tokens=self._first_tokens(),
             is_lane_busy=self._batch is not None,
         )
         if not self._decoding:
@@ -216,9 +215,17 @@ class _Engine:
         first = islice(self._waiting, MOST_WAITING)
         return sum(self._work.of(request.left, request.computed) for request in first)
 
-    def _newest_wait_ms(self) -> float:
-        last = self._waiting[min(len(self._waiting), MOST_WAITING) - 1] if self._waiting else None
-        return self._now_ms - last.arrival.at_ms if last else 0.0
+    def _first_tokens(self) -> tuple[tuple[float, float], ...]:
+        """See `Load.first_tokens`."""
+        found, work = [], 0.0
+        if self._batch is not None:
+            work = self._batch.work * (1 - self._batch.done_ms / self._batch.total_ms)
+            ends = [request for request, _ in self._batch.parts if not request.left]
+            found += [(work, self._now_ms - request.arrival.at_ms) for request in ends]
+        for request in islice(self._waiting, MOST_WAITING):
+            work += self._work.of(request.left, request.computed)
+            found.append((work, self._now_ms - request.arrival.at_ms))
+        return tuple(found)
 
     def _oldest_wait_ms(self) -> float:
         first = ([self._batch.parts[0][0]] if self._batch else []) + ([self._waiting[0]] if self._waiting else [])
