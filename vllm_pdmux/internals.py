@@ -43,7 +43,7 @@ _MEASURE, _STAT_LOGGER = "calibration.measure", "metrics.stat_logger"
 INTERNALS: tuple[Internal, ...] = (
     # The scheduler: what the views hide, and what a batch in the lane changes.
     *_all(_SCHEDULER, "Scheduler", "schedule update_from_output shutdown", "scheduler"),
-    *_all(_SCHEDULER, "Scheduler", "finish_requests reset_prefix_cache set_pause_state", "leaving"),
+    *_all(_SCHEDULER, "Scheduler", "finish_requests reset_prefix_cache set_pause_state has_requests", "leaving"),
     *_all(_SCHEDULER, "Scheduler", "_free_request_blocks _preempt_request", "leaving"),
     *_all(_SCHEDULER, "Scheduler", "make_stats policy", "hiding"),
     *_all(_SCHEDULER, "Scheduler", "get_grammar_bitmask _pause_state", "scheduler"),

@@ -140,6 +140,11 @@ class Leaving(SchedulerBeneath):
                 self._drop_batches()  # stock preempts all that run, which those of the batch now do
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
+    def has_requests(self) -> bool:
+        """Also while the worker has still to be told to drop a batch: a paused engine would otherwise keep a forward
+        half run, with its weights about to be exchanged."""
+        return super().has_requests() or self._drop is not None
+
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
         if pause_state == PauseState.PAUSED_ALL and self._batches:

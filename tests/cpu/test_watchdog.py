@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from driver import ENGINE, Arrival, prompt
+import tiny_model
+from driver import Arrival, prompt
 from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 
 from vllm_pdmux.worker.watchdog import EXIT, EXIT_STALLED, LOG, THREAD, Watchdog, stacks
 
@@ -43,12 +45,13 @@ def test_a_lane_that_stands_still_is_told_once_with_what_it_does(caplog_vllm):
     for now_s in (0, 5, 9):
         looked.at(now_s, "layer 3")
     assert not said(caplog_vllm)
-    for now_s in (10, 15, 40):
+    for now_s in (10, 15, 20):
         looked.at(now_s, "layer 3")
     (text,) = said(caplog_vllm)
     assert "for 10 s (watchdog_s is 10): batch 7" in text and not looked.ended
-    looked.at(41, "layer 4")
-    looked.at(51, "layer 4")
+    looked.at(21, "layer 4")
+    looked.at(26, "layer 4")
+    looked.at(31, "layer 4")
     assert len(said(caplog_vllm)) == 2, "another stall is told again"
 
 
@@ -70,9 +73,38 @@ def test_work_that_comes_after_a_long_idle_time_has_all_the_time(caplog_vllm):
 
 def test_it_ends_the_process_where_it_is_told_to(caplog_vllm):
     looked = Looked(EXIT)
-    for now_s in (0, 10, 20):
+    for now_s in (0, 5, 10, 15):
         looked.at(now_s, "layer 3")
     assert looked.ended == [EXIT_STALLED] and "watchdog_action is exit" in caplog_vllm.text
+
+
+def test_it_ends_the_process_though_it_cannot_say_what_the_lane_does(caplog_vllm):
+    looked = Looked(EXIT)
+
+    def describe():
+        raise RuntimeError("changed meanwhile")
+
+    looked.watchdog._describe = describe
+    for now_s in (0, 5, 10, 15):
+        looked.at(now_s, "layer 3")
+    assert looked.ended == [EXIT_STALLED] and "could not be read (RuntimeError: changed meanwhile)" in caplog_vllm.text
+
+
+def test_time_in_which_the_process_was_stopped_is_no_stall(caplog_vllm):
+    looked = Looked(EXIT)
+    for now_s in (0, 2.5, 3600):
+        looked.at(now_s, "layer 3")
+    assert not said(caplog_vllm) and not looked.ended
+
+
+@pytest.mark.parametrize("limit_s", [1e-9, 1e12])
+def test_any_time_may_be_set(limit_s):
+    watchdog = Watchdog(limit_s, LOG, lambda: None, str)
+    watchdog.start()
+    time.sleep(0.05)
+    assert watchdog._thread.is_alive()
+    watchdog.close()
+    assert not watchdog._thread.is_alive()
 
 
 def test_it_goes_on_when_it_cannot_look(caplog_vllm):
@@ -164,5 +196,26 @@ def test_it_looks_on_in_a_real_engine_and_finds_nothing(start_engine, tiny_model
     while driver.engine.has_unfinished_requests():
         driver.engine.step()
         seen.append(watchdog._progress())
-    assert len({one for one in seen if one is not None}) >= ENGINE.get("layers", 4) and seen[-1] is None
+    assert len({one for one in seen if one is not None}) >= tiny_model.LAYERS - 1 and seen[-1] is None
     assert "no progress" not in caplog_vllm.text
+
+
+@pytest.mark.engine
+def test_a_paused_engine_has_nothing_in_its_lane(pdmux):
+    """A pause drops the batch, and the worker is told, though there is nothing else to do: else it would be a stall."""
+    pdmux.set_layers_per_group(1)
+    pdmux.add(Arrival("chat", prompt(20, 1), GREEDY))
+    for _ in range(3):
+        pdmux.engine.step()
+    pdmux.add(Arrival("long", prompt(200, 2), GREEDY))
+    while not (pdmux.in_lane("long") and pdmux.layer() == 3):
+        pdmux.engine.step()
+    lane = pdmux.worker._prefill_lane
+    assert lane.progress() is not None
+    pdmux.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while pdmux.scheduler.has_requests():
+        pdmux.core.step()
+    assert lane.progress() is None and not pdmux.scheduler.has_unfinished_requests()
+    pdmux.scheduler.set_pause_state(PauseState.UNPAUSED)
+    while pdmux.engine.has_unfinished_requests():
+        pdmux.engine.step()

@@ -66,6 +66,10 @@ class LaunchedBatches:
         with self._lock:
             return list(self._batches)
 
+    def ids(self) -> tuple[int, ...]:
+        """The same, without waiting for whoever is asking the device about them."""
+        return tuple(one.batch.id for one in tuple(self._batches))
+
     def add(self, launched: Launched) -> None:
         """From the worker's thread."""
         with self._lock:

@@ -106,10 +106,10 @@ class PrefillLane:
 
     def progress(self) -> object:
         """What differs whenever the lane has come further; None while it has nothing to do. From any thread."""
-        current, launched = self._current, self._launched.all()
+        current, launched = self._current, self._launched.ids()
         if current is None and not self._queue and not launched:
             return None
-        return None if current is None else current.id, self._lane.layer, tuple(one.batch.id for one in launched)
+        return None if current is None else current.id, self._lane.layer, launched
 
     def describe(self) -> str:
         """What it is doing, in one line. From any thread."""
@@ -119,9 +119,8 @@ class PrefillLane:
             requests = ", ".join(current.req_ids)
             tokens = current.output.total_num_scheduled_tokens
             doing = f"layer {self._lane.layer} of batch {current.id} has begun ({tokens} tokens of {requests})"
-        ended = [one.batch.id for one in self._launched.all()]
         last = f"batch {order.batch_id}, {order.layers} layers, group {order.group}, drop up to {order.drop}"
-        waiting = f"{len(self._queue)} batches wait; launched and not reported: {ended}"
+        waiting = f"{len(self._queue)} batches wait; launched and not reported: {list(self._launched.ids())}"
         return f"{doing}; {waiting}; last step: {self._step}, {self._decoding} requests decoding, order: {last}"
 
     def close(self) -> None:

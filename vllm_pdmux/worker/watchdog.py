@@ -24,6 +24,7 @@ THREAD = "pdmux-watchdog"
 LOG, EXIT = ACTIONS = ("log", "exit")
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h
 LOOKS = 4  # in the time after which it acts
+SHORTEST_WAIT_S, LONGEST_END_S = 0.01, 10.0
 
 
 class Watchdog:
@@ -45,8 +46,10 @@ class Watchdog:
         self._limit_s, self._action = limit_s, action
         self._progress, self._describe = progress, describe
         self._clock_s, self._end = clock_s, end
+        self._wait_s = min(max(limit_s / LOOKS, SHORTEST_WAIT_S), threading.TIMEOUT_MAX)
         self._last: object = None
-        self._since_s = clock_s()
+        self._looked_s = clock_s()
+        self._stalled_s = 0.0
         self._has_said = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -60,37 +63,49 @@ class Watchdog:
         """End the thread."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(LONGEST_END_S)  # it may be in a call that does not return
 
     def look(self) -> None:
         """Once. Acts when there has been no progress for too long."""
         progress, now_s = self._progress(), self._clock_s()
+        # Where the process itself was stopped it has not looked either, and the lane could not go on.
+        since_s, self._looked_s = min(now_s - self._looked_s, 2 * self._wait_s), now_s
         if progress is None or progress != self._last:
-            self._last, self._since_s, self._has_said = progress, now_s, False
-        elif not self._has_said and now_s - self._since_s >= self._limit_s:
+            self._last, self._stalled_s, self._has_said = progress, 0.0, False
+            return
+        self._stalled_s += since_s
+        if not self._has_said and self._stalled_s >= self._limit_s:
             self._has_said = True
-            self._act(now_s - self._since_s)
+            self._act()
 
     def _run(self) -> None:
-        while not self._closed.wait(self._limit_s / LOOKS):
+        while not self._closed.wait(self._wait_s):
             try:
                 self.look()
             except Exception:  # what looks on must not end with what it looks at
                 logger.exception("PD-multiplexing: the watchdog could not look at the prefill lane")
 
-    def _act(self, stalled_s: float) -> None:
-        logger.error(
-            "PD-multiplexing: the prefill lane has made no progress for %.0f s (watchdog_s is %g): %s\n%s",
-            stalled_s,
-            self._limit_s,
-            self._describe(),
-            stacks(),
-        )
-        if self._action == EXIT:
-            logger.error("PD-multiplexing: the process ends, as watchdog_action is %s", EXIT)
-            for handler in logging.getLogger("vllm").handlers:
-                handler.flush()
-            self._end(EXIT_STALLED)
+    def _act(self) -> None:
+        try:
+            logger.error(
+                "PD-multiplexing: the prefill lane has made no progress for %.0f s (watchdog_s is %g): %s\n%s",
+                self._stalled_s,
+                self._limit_s,
+                self._described(),
+                stacks(),
+            )
+        finally:
+            if self._action == EXIT:
+                logger.error("PD-multiplexing: the process ends, as watchdog_action is %s", EXIT)
+                for handler in logging.getLogger("vllm").handlers:
+                    handler.flush()
+                self._end(EXIT_STALLED)
+
+    def _described(self) -> str:
+        try:
+            return self._describe()
+        except Exception as error:  # noqa: BLE001 - it is read while others change it; the stacks are worth more
+            return f"what it does could not be read ({type(error).__name__}: {error})"
 
 
 def stacks() -> str:
