@@ -71,6 +71,9 @@ Sms = Annotated[int, Field(ge=1)]
 Row = tuple[Sms, Sms, Annotated[int, Field(ge=0)]]
 
 
+LONGEST_MS = 1_000_000_000  # eleven days: what is multiplied with it stays a number
+
+
 class PDMuxConfig(BaseModel):
     """Every setting of vllm_pdmux. Frozen; integers are strict ("8", 8.0 and true are refused); no other keys."""
 
@@ -80,6 +83,7 @@ class PDMuxConfig(BaseModel):
     sm_group_num: int = Field(
         8,
         ge=3,
+        le=256,
         description="Number of stream groups: prefill alone, decode alone, and sm_group_num - 2 divisions between.",
     )
     manual_divisions: Annotated[tuple[Row, ...], BeforeValidator(_rows)] = Field(
@@ -117,16 +121,20 @@ class PDMuxConfig(BaseModel):
     itl_slo_ms: float | None = Field(
         None,
         gt=0,
+        le=LONGEST_MS,
         allow_inf_nan=False,
         description="Milliseconds between two tokens of a request, which all but a few steps beside prefill should "
-        "keep, with policy slo; not set: 1.5 times what a decode step takes alone.",
+        "keep, and the usual ones where first tokens would be late, with policy slo; not set: 1.5 times what a decode "
+        "step takes alone.",
     )
     ttft_slo_ms: float | None = Field(
         None,
         gt=0,
+        le=LONGEST_MS,
         allow_inf_nan=False,
-        description="Milliseconds until the first token of an answer, a target for the order of prompts with policy "
-        "slo: a short prompt may overtake one that is half done. Not set: in the order of arrival.",
+        description="Milliseconds until the first token of an answer, with policy slo. Prefill is made as fast as it "
+        "needs, at the cost of slow steps, and a short prompt may overtake one that is half done. Not set: neither, in "
+        "the order of arrival.",
     )
     calibration: Annotated[str, BeforeValidator(_calibration)] = Field(
         "auto",
@@ -137,6 +145,7 @@ class PDMuxConfig(BaseModel):
     prefill_wait_limit_ms: float | None = Field(
         None,
         gt=0,
+        le=LONGEST_MS,
         allow_inf_nan=False,
         description="Milliseconds after which a prompt that still waits lets ITL grow above its target, with policy "
         "slo; not set: 10000.",
@@ -144,6 +153,7 @@ class PDMuxConfig(BaseModel):
     itl_limit_ms: float | None = Field(
         None,
         gt=0,
+        le=LONGEST_MS,
         allow_inf_nan=False,
         description="Milliseconds between two tokens that should be kept even then, if any division can; not set: 4 "
         "times the target.",
@@ -303,14 +313,14 @@ def _allowed(name: str) -> str:
     field = PDMuxConfig.model_fields[name]
     if field.annotation is bool:
         return "true or false"
+    most = "".join(f", at most {limit.le}" for limit in field.metadata if hasattr(limit, "le"))
     if any(hasattr(limit, "gt") for limit in field.metadata):
-        return "a number above 0"
+        return f"a number above 0{most}"
     limits = [limit.ge for limit in field.metadata if hasattr(limit, "ge")]
     if field.annotation is float:
-        most = [f", at most {limit.le}" for limit in field.metadata if hasattr(limit, "le")]
-        return f"a number, at least {limits[0]}{''.join(most)}"
+        return f"a number, at least {limits[0]}{most}"
     if limits:
-        return f"an integer, at least {limits[0]}"
+        return f"an integer, at least {limits[0]}{most}"
     if str in get_args(field.annotation):
         return "the path of a file"
     return " or ".join(repr(choice) for choice in get_args(field.annotation))

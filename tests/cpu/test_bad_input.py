@@ -41,8 +41,8 @@ INLINE = {
     ),
     "two wrong values": (
         {"sm_group_num": "8", "layers_per_group": 0},
-        "additional_config['pdmux']: sm_group_num is '8' (a string) but must be an integer, at least 3: write the "
-        "number without quotes; layers_per_group is 0 but must be an integer, at least 1: change or remove it",
+        "additional_config['pdmux']: sm_group_num is '8' (a string) but must be an integer, at least 3, at most 256: "
+        "write the number without quotes; layers_per_group is 0 but must be an integer, at least 1: change or remove it",
     ),
     "a sharing for one division of six": (
         {"sharing": ["disjoint"]},
@@ -56,7 +56,7 @@ INLINE = {
     ),
 }
 FILES = {
-    "too few groups": ("sm_group_num: 2", "sm_group_num is 2 but must be an integer, at least 3"),
+    "too few groups": ("sm_group_num: 2", "sm_group_num is 2 but must be an integer, at least 3, at most 256"),
     "no number of groups": ("decode_bs_divisor: 36", "sm_group_num is missing but must be given"),
     "a division by nothing": ("sm_group_num: 8\ndecode_bs_divisor: 0", "decode_bs_divisor is 0 but must be"),
     "a row of two": ("sm_group_num: 3\nmanual_divisions: [[112, 20]]", "manual_divisions row 1 is [112, 20]"),

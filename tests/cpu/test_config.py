@@ -152,11 +152,14 @@ MALFORMED = {
     ),
     "sm_group_num missing, divisor": ("decode_bs_divisor: 8\nlane: serial", "sm_group_num is missing"),
     "sm_group_num missing, budget": ("split_forward_token_budget: 8", "sm_group_num is missing"),
-    "sm_group_num 2": ("sm_group_num: 2", "sm_group_num is 2 but must be an integer, at least 3: change it"),
-    "sm_group_num negative": ("sm_group_num: -1", "sm_group_num is -1 but must be an integer, at least 3"),
+    "sm_group_num 2": (
+        "sm_group_num: 2",
+        "sm_group_num is 2 but must be an integer, at least 3, at most 256: change it",
+    ),
+    "sm_group_num negative": ("sm_group_num: -1", "sm_group_num is -1 but must be an integer, at least 3, at most 256"),
     "sm_group_num string": (
         'sm_group_num: "8"',
-        "sm_group_num is '8' (a string) but must be an integer, at least 3: write the number without quotes",
+        "sm_group_num is '8' (a string) but must be an integer, at least 3, at most 256: write the number without",
     ),
     "sm_group_num true": ("sm_group_num: true", "sm_group_num is true (a boolean) but must be an integer"),
     "sm_group_num float": ("sm_group_num: 8.0", "sm_group_num is 8.0 (a float) but must be an integer"),
