@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from importlib.machinery import all_suffixes
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -278,6 +279,43 @@ def test_a_folder_that_an_uninstallation_left_behind_is_no_package(plugins, tmp_
     (tmp_path / "b" / "left_plugin").mkdir(parents=True)
     distribution(tmp_path / "b", "left-plugin", ["left = left_plugin:register"], code=False)
     assert "stale" in of(plugins("a", "b"), "left")[0].detail
+
+
+@pytest.mark.parametrize("suffix", all_suffixes())
+@pytest.mark.parametrize("module", ["built_plugin", "built_plugin.deep"])
+def test_a_package_of_compiled_files_alone_is_there(plugins, tmp_path, suffix, module):
+    package = tmp_path / "b" / "built_plugin"
+    package.mkdir(parents=True)
+    for name in ("__init__", "deep"):
+        (package / f"{name}{suffix}").write_bytes(b"")
+    distribution(tmp_path / "b", "built-plugin", [f"built = {module}:register"], code=False)
+    assert of(plugins("a", "b"), "built")[0].status == "ok"
+
+
+def test_entry_points_that_cannot_be_read_are_an_error_of_their_distribution(plugins, tmp_path):
+    distribution(tmp_path / "b", "broken", ["broken = broken:register"])
+    distribution(tmp_path / "b", "acme", ["acme = acme:register"])
+    info = tmp_path / "b" / "broken-1.0.dist-info"
+    (info / "entry_points.txt").write_bytes(b"[vllm.general_plugins]\nbroken = br\xff:register")
+    findings = plugins("a", "b", environ={"VLLM_PLUGINS": "pdmux,acme"})
+    (broken,) = [one for one in findings if str(info) in one.detail]
+    assert broken.status == "error" and "entry_points.txt cannot be read ('utf-8' codec can't" in broken.detail
+    assert broken.detail.isprintable()
+    assert [of(findings, name)[0].status for name in ("pdmux", "acme")] == ["ok", "ok"]
+    assert findings[-1].detail == "'pdmux,acme' hides nothing"
+
+
+@pytest.mark.parametrize("content", [None, b"Name: \xff"])
+def test_metadata_that_cannot_be_read_is_a_warning_of_its_distribution(plugins, tmp_path, content):
+    distribution(tmp_path / "b", "acme", ["acme = acme:register"])
+    info = tmp_path / "b" / "acme-1.0.dist-info"
+    (info / "METADATA").unlink()
+    if content is not None:
+        (info / "METADATA").write_bytes(content)
+    findings = plugins("a", "b")
+    (broken,) = [one for one in findings if str(info) in one.detail]
+    assert broken.status == "warning" and "its METADATA cannot be read" in broken.detail
+    assert [of(findings, name)[0].status for name in ("pdmux", "acme")] == ["ok", "ok"]  # vLLM loads it all the same
 
 
 def test_two_distributions_with_one_name_are_errors_that_name_each_other(plugins, tmp_path):

@@ -240,6 +240,18 @@ def test_the_line_says_what_was_counted_since_the_last_one(counters):
     )
 
 
+def test_the_line_of_an_engine_that_has_begun_again_counts_from_0(counters):
+    for _ in range(5):
+        beside(counters, 2)
+    again = Counters(SPLITS, True)
+    for _ in range(2):
+        beside(again, 1, 0, 3)
+    assert log_line(counters.values, again.values, {}) == (
+        "steps: 0 decode, 0 prefill, 0 fused, 2 beside (group 1: 2); mean: beside 250.0 ms; "
+        "lane: 0 batches, 0 tokens, 6 layers in 2 groups, 0 joins"
+    )
+
+
 def test_the_readme_lists_every_metric():
     listed = re.findall(r"^\| `(vllm_pdmux:\w+)", README.read_text(), re.MULTILINE)
     assert listed == [metric.name for metric in metrics(SPLITS, True)]

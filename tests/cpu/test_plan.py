@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_pdmux.cli import main
+from vllm_pdmux.simulator.profile import MOST_BYTES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_pdmux"
@@ -242,7 +243,15 @@ def test_bad_arguments_are_one_line_and_exit_code_2(capsys, arguments, expected)
 
 
 @pytest.mark.parametrize(
-    "config, expected", [("{", "cannot be read"), ("[]", "has none of"), ({"n_layer": 0}, "num_hid")]
+    "config, expected",
+    [
+        ("{", "cannot be read"),
+        ("[]", "has none of"),
+        ({"n_layer": 0}, "num_hid"),
+        ("[" * 100_000, "cannot be read (maximum recursion depth exceeded"),
+        ('{"n_layer": 3}'.ljust(MOST_BYTES + 1), f"cannot be read (is larger than {MOST_BYTES} bytes)"),
+    ],
+    ids=["no JSON", "no mapping", "no layers", "nested", "large"],
 )
 def test_a_model_whose_layers_are_not_said_is_one_line(capsys, model, config, expected):
     assert main(["plan", "--sms", "132", "--model", model(config)]) == 2

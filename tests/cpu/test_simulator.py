@@ -231,6 +231,12 @@ class TestProfile:
         with pytest.raises(ProfileError, match=f"profile {file}: {problem}"):
             read_profile(str(file))
 
+    @pytest.mark.parametrize("path", ["a\0b", "\ud800"])
+    def test_a_path_that_can_be_none_cannot_be_read(self, path):
+        with pytest.raises(ProfileError, match=r"cannot be read \(.*\): correct path or rights") as caught:
+            read_profile(path)
+        assert str(caught.value).isprintable()
+
 
 class TestCommand:
     ARGUMENTS = ["simulate", "--profile", str(MEASURED), "--rate", "2", "--requests", "60"]

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
+import socket
 import stat
 import time
 import tracemalloc
@@ -247,6 +249,37 @@ class TestCalibration:
             profile.read_profile(str(path))
         path.write_bytes(json.dumps(PROFILE).encode().ljust(profile.MOST_BYTES))
         assert profile.read_profile(str(path)).name == "made up"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
+class TestWhatIsNoFile:
+    """To read it may take for ever, or give something else each time."""
+
+    @pytest.fixture
+    def path(self, kind, tmp_path, monkeypatch):
+        path = "/dev/zero" if kind == "device" else str(tmp_path / "it")
+        with contextlib.ExitStack() as closing:
+            if kind == "fifo":
+                os.mkfifo(path)
+                # Of one that is full and open a reader gets something: a test that fails ends.
+                handle = os.open(path, os.O_RDWR)
+                closing.callback(os.close, handle)
+                os.write(handle, b"#" * 60_000)
+                monkeypatch.setattr(config_sources, "MOST_BYTES", 1000)
+                monkeypatch.setattr(profile, "MOST_BYTES", 1000)
+            elif kind == "socket":
+                monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+                closing.enter_context(socket.socket(socket.AF_UNIX)).bind("it")
+            yield path
+
+    def test_as_settings(self, path):
+        with pytest.raises(ConfigError, match=f"cannot be read as {path} .not a regular file.: correct path") as caught:
+            resolve(None, {"PDMUX_CONFIG": path})
+        assert_is_one_line(str(caught.value))
+
+    def test_as_a_profile(self, path):
+        with pytest.raises(profile.ProfileError, match=f"profile {path}: cannot be read .not a regular file.: correct"):
+            profile.read_profile(path)
 
 
 def rights(path):

@@ -2,6 +2,7 @@
 """`vllm-pdmux verify`: it finds equal tokens equal, and other ones not, by the rule that it names."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ from vllm_pdmux.cli import verify as command
 from vllm_pdmux.config import resolve
 from vllm_pdmux.verify import VerifyError, processes, report
 from vllm_pdmux.verify.answers import Answer, answers
-from vllm_pdmux.verify.judge import SLACK, first_other, judge, widest
+from vllm_pdmux.verify.judge import EXACT_SUSPICIOUS_NATS, SLACK, first_other, judge, widest
 from vllm_pdmux.verify.processes import Served, serve
 from vllm_pdmux.verify.workload import AT_ONCE, CHATS, KINDS, LONG, PLAIN, PREFIX, SCHEDULES, STAGGERED, requests
 
@@ -208,6 +209,54 @@ def test_equal_tokens_with_logprobs_far_off_are_said(monkeypatch):
     assert any("please report" in note for note in result(stock, both(answer([1, 2], 0.2)), "bfloat16").notes)
 
 
+def test_a_near_tie_elsewhere_does_not_hide_logprobs_far_off():
+    theirs, mine = tie(-0.71, -0.70)
+    itself = Answer([1, 2], [{1: -0.52, 7: -3.0}, {2: -0.70, 3: -0.71}], 1)  # stock is 0.02 from itself
+    far = answer([1, 2], 0.2)
+    stock = {PLAIN: {"a": theirs, "b": answer([1, 2])}, STAGGERED: {"a": itself, "b": answer([1, 2])}}
+    pdmux = {PLAIN: {"a": mine, "b": answer([1, 2])}, STAGGERED: {"a": itself, "b": far}}
+    verdict = judge(stock, pdmux, "bfloat16")
+    assert verdict.equal and list(verdict.other) == ["plain: a"] and verdict.is_suspicious
+    assert verdict.to_stock_in_equal.where.startswith("staggered: b")
+    pdmux[STAGGERED]["b"] = answer([1, 2])
+    assert not judge(stock, pdmux, "bfloat16").is_suspicious
+
+
+@pytest.mark.parametrize("off, suspicious", [(0.9, False), (1.1, True)])
+def test_logprobs_far_off_are_said_in_32_bits_too(off, suspicious):
+    stock, pdmux = both(answer([1, 2]), answer([1, 2], 0.3)), answer([1, 2], off * EXACT_SUSPICIOUS_NATS)
+    found = result(stock, {PLAIN: {"a": pdmux}, STAGGERED: {"a": answer([1, 2], 0.3)}})
+    assert found.failure is None and any("please report" in note for note in found.notes) == suspicious
+
+
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("token", [3, 2, 7, 8])  # the other one, stock's, one before it, one that stock does not know
+def test_in_16_bits_a_logprob_that_is_not_finite_is_no_near_tie(value, token):
+    theirs, mine = tie(-0.71, -0.70)
+    mine.logprobs[0 if token == 7 else 1][token] = value
+    stock = {PLAIN: {"a": theirs}, STAGGERED: {"a": Answer([1, 2], [{1: -0.6, 7: -3.0}, {2: -0.70, 3: -0.71}], 1)}}
+    verdict = judge(stock, stock | {PLAIN: {"a": mine}}, "bfloat16")
+    assert verdict.wrong == ("plain: a",) and verdict.to_stock.nats == math.inf
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_a_stock_engine_that_is_not_finite_is_nothing_to_compare_with(dtype, value):
+    broken, right = answer([1, 2, 3]), answer([1, 2, 3])
+    broken.logprobs[2][99] = value
+    for stock in (both(broken), both(right, broken)):
+        for pdmux in (both(right), both(answer([1, 2, 99])), stock):
+            found = result(stock, pdmux, dtype)
+            assert not found.verdict.equal and math.isfinite(found.verdict.tolerance_nats)
+            assert found.failure.startswith("stock vLLM's own logprobs are not finite (")
+            assert found.failure.endswith("a, token 2, id 99), so there is nothing to compare with")
+            assert found.as_json()["tokens_equal"] is False
+            json.dumps(found.as_json(), allow_nan=False)  # other readers of JSON know no NaN and no Infinity
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 ROUND = {"ttft_ms": 100.0, "itl_ms": (10.0,) * 98 + (20.0, 90.0), "itl_during_prefill_ms": (20.0, 90.0)}
@@ -247,6 +296,30 @@ def test_what_failed_is_one_line(change, failure):
 def test_a_policy_that_need_not_use_the_lane_is_a_note_and_no_failure():
     found = result(settings={"policy": "off"}, beside_steps={PLAIN: 0})
     assert found.failure is None and any("as policy off chose" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("policy", ["off", "slo"])
+def test_a_lane_that_was_not_used_is_not_said_to_have_been_verified(policy):
+    found = result(settings={"policy": policy}, beside_steps={PLAIN: 0})
+    first = next(report.outcome(found))
+    assert first.startswith(f"tokens: not verified in the lane, which policy {policy} did not use")
+    assert found.as_json()["tokens_equal"] is None
+    used = result(settings={"policy": policy})
+    assert next(report.outcome(used)).startswith("tokens: equal") and used.as_json()["tokens_equal"] is True
+
+
+@pytest.mark.parametrize(
+    "change, equal",
+    [
+        ({"beside_steps": {}}, None),
+        ({"beside_steps": {}, "pdmux": both(answer([1, 2, 4]))}, False),
+        ({"beside_steps": {}, "error": "RuntimeError: gone"}, False),
+        ({"pdmux": both(replace(answer([1, 2, 3]), decoding=0))}, False),
+    ],
+)
+def test_tokens_are_not_said_to_be_equal_beside_a_failure(change, equal):
+    found = result(**change)
+    assert found.failure is not None and found.as_json()["tokens_equal"] is equal
 
 
 def test_latencies_are_of_all_rounds():
@@ -321,6 +394,16 @@ def test_an_engine_that_dies_while_it_serves_has_an_error(stand_in):
     assert "signal 9" in served.error and served.answers == {}
 
 
+def test_a_lane_that_hangs_is_named_with_its_watchdog(stand_in):
+    from vllm_pdmux.worker.watchdog import EXIT_STALLED
+
+    stand_in(f"write({{'started': True}}); os._exit({EXIT_STALLED})")
+    said = serve({}, with_pdmux=True).error
+    assert said.startswith("its process ended with exit status 70, as the watchdog ends it: the prefill lane made no ")
+    assert "watchdog_s" in said and "\n" not in said
+    assert "watchdog" not in serve({}, with_pdmux=False).error  # stock has none
+
+
 def test_answers_come_back_as_they_were_given(stand_in):
     given = answer([1, 2])
     found = {"started": True, "answers": {PLAIN: {"a": given.plain()}}, "rounds": [1]}
@@ -353,6 +436,36 @@ def test_the_exit_code_is_0_only_when_tokens_are_equal(serving, capsys, tokens, 
     assert main(["verify", "--model", "m"]) == code
     people = capsys.readouterr().out
     assert ("FAILED" in people) == (code == 1) and people.count("```") == 2 and "rule: exact" in people
+
+
+@pytest.mark.parametrize(
+    "file, expected",
+    [
+        (None, (120, "exit")),
+        ("layers_per_group: 2", (120, "exit")),
+        ("watchdog_s: 5", (5, "exit")),
+        ("watchdog_action: log", (120, "log")),
+        ("watchdog_s: 0", (0, "log")),  # the user wants none
+    ],
+)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_lane_that_hangs_ends_its_engine_unless_the_settings_say_otherwise(
+    serving, monkeypatch, capsys, tmp_path, file, expected, is_named
+):
+    served = engine(both(answer([1, 2, 3])))
+    serving(served, served)
+    specs = []
+    monkeypatch.setattr(processes, "serve", lambda spec, with_pdmux, show_output: specs.append(spec) or served)
+    options = []
+    if file is not None:
+        (tmp_path / "pdmux.yml").write_text(file)
+        if is_named:
+            options = ["--config", str(tmp_path / "pdmux.yml")]
+        else:
+            monkeypatch.setenv("PDMUX_CONFIG", str(tmp_path / "pdmux.yml"))
+    assert main(["verify", "--model", "m", *options]) == 0
+    config = resolve(specs[1]["pdmux"], os.environ).config
+    assert (config.watchdog_s, config.watchdog_action) == expected
 
 
 def test_stock_that_cannot_serve_is_one_line(serving, capsys):

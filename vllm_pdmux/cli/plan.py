@@ -20,7 +20,8 @@ from vllm_pdmux.config import ConfigError, PDMuxConfig, Resolved, resolve
 from vllm_pdmux.policy import Load, OffPolicy, Policy, SloPolicy, TablePolicy
 from vllm_pdmux.policy_from_config import build_policy
 from vllm_pdmux.simulator import ProfileError
-from vllm_pdmux.simulator.profile import read_profile
+from vllm_pdmux.simulator.profile import MOST_BYTES, read_profile
+from vllm_pdmux.small_file import read_small_file
 from vllm_pdmux.spatial import Group, SplitError, stream_groups
 
 NAME = "plan"
@@ -155,8 +156,8 @@ def _layers_of(model: str) -> int:
     """Layers that the config of a model's folder says. Raises CommandError."""
     path = Path(model).expanduser() / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(read_small_file(path, MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise CommandError(
             f"--model is {model!r} but {path} cannot be read ({reason}): give the folder of a model, or --layers"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_pdmux.cli import CommandError
 from vllm_pdmux.cli.engine_options import add_engine_options, check_engine, given_options
 from vllm_pdmux.cli.numbers import positive
-from vllm_pdmux.config import ConfigError, Resolved, resolve
+from vllm_pdmux.config import DEFAULT_ORIGIN, ConfigError, Resolved, resolve
 from vllm_pdmux.verify import VerifyError
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ NAME = "verify"
 HELP = "Serve the same prompts with stock vLLM and with the plugin on this machine: are the tokens equal, and how fast?"
 
 EXIT_DIFFERENT = 1
+# A lane that hangs would keep the command waiting for ever.
+_WATCHDOG = {"watchdog_s": 120, "watchdog_action": "exit"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> tuple[dict[str, Any], Resolved]:
     """The plugin's, inline, and what they come to. Raises ConfigError."""
     inline: dict[str, Any] = {} if args.config is None else {"config": str(Path(args.config).absolute())}
+    given = resolve(inline | {"enabled": True}, os.environ)
+    if given.config.watchdog_s:  # 0: the user wants no watchdog
+        inline |= {name: value for name, value in _WATCHDOG.items() if given.origins[name] == DEFAULT_ORIGIN}
     return inline, resolve(inline | {"enabled": True}, os.environ)
 
 

@@ -24,7 +24,9 @@ def log_line(before: Mapping[str, int], now: Mapping[str, int], label_texts: Map
 
     def count(name: str, label_value: str | None = None) -> int:
         key = name if label_value is None else key_of(name, label_value)
-        return now.get(key, 0) - before.get(key, 0)
+        value, last = now.get(key, 0), before.get(key, 0)
+        # As prometheus does: a counter that fell has begun again, with its engine.
+        return value - last if value >= last else value
 
     steps = {kind: count(names.STEPS, kind) for kind in names.KINDS}
     if not any(steps.values()):

@@ -111,13 +111,16 @@ class DeviceProfile(BaseModel):
 def read_profile(path: str) -> DeviceProfile:
     """The profile in a JSON file. Raises ProfileError."""
     try:
-        return DeviceProfile.model_validate(json.loads(read_small_file(path, MOST_BYTES)))
-    except OSError as error:
-        raise ProfileError(f"profile {path}: cannot be read ({error.strerror}): correct path or rights") from None
+        content = read_small_file(path, MOST_BYTES)
     except TooLarge as error:
         raise ProfileError(
             f"profile {path}: {error}, more than a profile takes: make it with vllm-pdmux calibrate --out"
         ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ProfileError(f"profile {path}: cannot be read ({reason}): correct path or rights") from None
+    try:
+        return DeviceProfile.model_validate(json.loads(content))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

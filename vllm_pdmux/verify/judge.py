@@ -9,6 +9,7 @@ other, times `SLACK`. A wrong KV block or a wrong state shows as a difference ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,13 +18,14 @@ from vllm_pdmux.verify.workload import PLAIN, SCHEDULES, STAGGERED
 
 SLACK = 2.5  # of the largest difference that stock shows against itself; that of tests/gpu
 EXACT_DTYPES = ("float32", "float64")
+EXACT_SUSPICIOUS_NATS = 0.01  # of a logprob in 32 bits, where sums in other batches differ by far less
 
 Answers = Mapping[str, Answer]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two logprobs of one token in nats, and where it is."""
+    """Between two logprobs of one token in nats, and where it is. Infinite where one of them is not finite."""
 
     nats: float = 0.0
     where: str = ""
@@ -40,17 +42,24 @@ class Verdict:
     other: Mapping[str, int]  # "schedule: request" -> place of its first token that is not stock's
     wrong: tuple[str, ...]  # those of `other` that the rule does not allow
     to_stock: Difference  # the largest between plugin and stock
+    to_stock_in_equal: Difference  # the same of answers that are not in `other`
     stock_to_itself: Difference  # the largest between stock's two schedules
+    stock_not_finite: str | None  # where stock itself has such a logprob, so that nothing can be told from its answers
 
     @property
     def tolerance_nats(self) -> float:
         """Of a logprob, in an answer with another token; 0 with the rule for 32 bits."""
-        return 0.0 if self.is_exact else SLACK * self.stock_to_itself.nats
+        return _tolerance_nats(self.is_exact, self.stock_to_itself)
+
+    @property
+    def suspicious_nats(self) -> float:
+        """Of a logprob, in an answer whose tokens are all stock's: what is above it should be looked into."""
+        return EXACT_SUSPICIOUS_NATS if self.is_exact else self.tolerance_nats
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether all tokens are stock's, but their logprobs are further off than the rule for 16 bits allows."""
-        return not self.is_exact and not self.other and self.to_stock.nats > self.tolerance_nats
+        """Whether an answer has all of stock's tokens, but a logprob that is too far off for that to be trusted."""
+        return self.to_stock_in_equal.nats > self.suspicious_nats
 
     @property
     def rule(self) -> str:
@@ -75,18 +84,21 @@ def judge(stock: Mapping[str, Answers], pdmux: Mapping[str, Answers], dtype: str
     places = {where: first_other(*pair) for where, pair in pairs.items()}
     others = {where: place for where, place in places.items() if place is not None}
     off = {where: widest(mine, theirs, where) for where, (mine, theirs) in pairs.items()}
-    allowed = 0.0 if is_exact else SLACK * own.nats
+    allowed = _tolerance_nats(is_exact, own)
+    not_finite = next(_not_finite(stock), None)
     # An answer that is shorter has no other token whose logprobs could excuse it.
     wrong = [w for w, at in others.items() if is_exact or off[w].nats > allowed or at >= len(pairs[w][0].tokens)]
     return Verdict(
         is_exact=is_exact,
-        equal=not wrong,
+        equal=not wrong and not_finite is None,
         tokens=sum(len(theirs.tokens) for _, theirs in pairs.values()),
         compared=sum(others.get(where, len(theirs.tokens)) for where, (_, theirs) in pairs.items()),
         other=others,
         wrong=tuple(wrong),
         to_stock=max(off.values(), key=_size),
+        to_stock_in_equal=max((one for w, one in off.items() if w not in others), key=_size, default=Difference()),
         stock_to_itself=own,
+        stock_not_finite=not_finite,
     )
 
 
@@ -117,9 +129,27 @@ def _differences(here: Mapping[int, float], there: Mapping[int, float]) -> Itera
         floor = min(other.values())
         for token, value in one.items():
             if token not in other:
-                yield token, max(0.0, value - floor)
+                yield token, max(0.0, _finite_or_inf(value - floor))
             elif one is here:
-                yield token, abs(value - other[token])
+                yield token, _finite_or_inf(abs(value - other[token]))
+
+
+def _finite_or_inf(nats: float) -> float:
+    """NaN is neither above a tolerance nor the largest of anything."""
+    return nats if math.isfinite(nats) else math.inf
+
+
+def _not_finite(given: Mapping[str, Answers]) -> Iterator[str]:
+    """Where logprobs are not finite."""
+    for schedule, by_name in given.items():
+        for name, answer in by_name.items():
+            for at, place in enumerate(answer.logprobs):
+                yield from (f"{schedule}: {name}, token {at}, id {t}" for t, v in place.items() if not math.isfinite(v))
+
+
+def _tolerance_nats(is_exact: bool, own: Difference) -> float:
+    """An engine whose difference to itself is infinite must not excuse everything."""
+    return 0.0 if is_exact or math.isinf(own.nats) else SLACK * own.nats
 
 
 def _size(difference: Difference) -> float:

@@ -16,6 +16,7 @@ from vllm_pdmux.verify import VerifyError
 from vllm_pdmux.verify.answers import Answer
 
 _MODULE = "vllm_pdmux.verify.engine_process"
+_STALLED = 70  # EXIT_STALLED of worker.watchdog, which only a process that serves imports
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def serve(spec: Mapping[str, Any], with_pdmux: bool, show_output: bool = False) 
         if out_path.exists():
             found = json.loads(out_path.read_text(encoding="utf-8"))
         if run.returncode != 0 and "error" not in found:
-            found["error"] = _died(run.returncode, log_path)
+            found["error"] = _died(run.returncode, log_path, with_pdmux)
     if not found["started"]:
         reason: str = found["error"]  # what vLLM refuses names the engine already
         raise VerifyError(reason if reason.startswith("vLLM (") else f"{which} does not start: {reason}")
@@ -64,7 +65,12 @@ def _served(found: dict[str, Any]) -> Served:
     return Served(given, tuple(found.get("rounds", ())), error=found.get("error"), **rest)
 
 
-def _died(code: int, log_path: Path) -> str:
+def _died(code: int, log_path: Path, with_pdmux: bool) -> str:
+    if with_pdmux and code == _STALLED:
+        return (
+            f"its process ended with exit status {code}, as the watchdog ends it: the prefill lane made no progress "
+            "for watchdog_s seconds: --debug shows all stacks; if the machine is only slow, raise watchdog_s"
+        )
     how = f"signal {-code}" if code < 0 else f"exit status {code}"
     lines = [line.strip() for line in log_path.read_text(encoding="utf-8", errors="replace").splitlines()]
     last = next((line for line in reversed(lines) if line), "nothing was printed")

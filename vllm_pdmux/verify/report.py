@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 from vllm_pdmux.config import Resolved
 from vllm_pdmux.demo.comparison import summary
-from vllm_pdmux.verify.judge import Verdict, judge
+from vllm_pdmux.verify.judge import Difference, Verdict, judge
 from vllm_pdmux.verify.processes import Served
 from vllm_pdmux.verify.workload import CHATS
 
@@ -39,19 +40,29 @@ class Result:
 
     @property
     def failure(self) -> str | None:
-        """What failed, in one line; None: the tokens are stock's."""
+        """What failed, in one line; None: the tokens are stock's, be it that the policy has not used the lane."""
         verdict = self.verdict
         if self.pdmux.error is not None:
             return f"the engine with the plugin failed while it served: {self.pdmux.error}"
+        if verdict.stock_not_finite is not None:
+            where = verdict.stock_not_finite
+            return f"stock vLLM's own logprobs are not finite ({where}), so there is nothing to compare with"
         if not verdict.equal:
             first = verdict.wrong[0]
             more = f" and of {len(verdict.wrong) - 1} more" if len(verdict.wrong) > 1 else ""
             return f"not stock's tokens: {first} from token {verdict.other[first]} on{more} (rule: {verdict.rule})"
         if self._alone:
             return f"nothing was decoding when {self._alone[0]} arrived, so nothing was verified: raise --max-tokens"
-        if not sum(self.pdmux.beside_steps.values()) and self.resolved.config.policy not in _NO_LANE:
+        if not self._is_lane_used and self.resolved.config.policy not in _NO_LANE:
             return "no decode step had prefill layers beside it, so nothing was verified: raise --document-tokens"
         return None
+
+    @property
+    def tokens_equal(self) -> bool | None:
+        """Whether nothing has failed; None: nothing was verified, as no decode step had prefill layers beside it."""
+        if not self._is_lane_used and self.verdict.equal and self.pdmux.error is None:
+            return None
+        return self.failure is None
 
     @property
     def notes(self) -> list[str]:
@@ -61,20 +72,20 @@ class Result:
             found.append(f"{len(verdict.other)} answers leave stock's at a near tie; what follows it is not compared")
         if verdict.is_suspicious:
             found.append(
-                f"all tokens are stock's, but a logprob is {verdict.to_stock.nats:.4f} off ({verdict.to_stock.where}), "
-                f"above {verdict.tolerance_nats:.4f}: please report this"
+                f"an answer has all of stock's tokens, but a logprob is {verdict.to_stock_in_equal.nats:.4f} off "
+                f"({verdict.to_stock_in_equal.where}), above {verdict.suspicious_nats:.4f}: please report this"
             )
         if "cpu" in self.stock.facts["device"]["platform"].lower():
             found.append("a CPU has no SMs to split: the latencies show the mechanism, not a speed-up")
-        if not sum(self.pdmux.beside_steps.values()) and self.resolved.config.policy in _NO_LANE:
+        if not self._is_lane_used and self.resolved.config.policy in _NO_LANE:
             found.append(f"no decode step had prefill layers beside it, as policy {self.resolved.config.policy} chose")
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """All of it but the answers; times in ms, null where there is none."""
+        """All of it but the answers; times in ms, null where there is none or where it is not finite."""
         verdict = self.verdict
         return {
-            "tokens_equal": verdict.equal and self.pdmux.error is None,
+            "tokens_equal": self.tokens_equal,
             "failure": self.failure,
             "notes": self.notes,
             "rule": verdict.rule,
@@ -83,8 +94,8 @@ class Result:
                 "compared": verdict.compared,
                 "first_other": dict(verdict.other),
                 "wrong": list(verdict.wrong),
-                "largest_logprob_difference": vars(verdict.to_stock),
-                "stock_to_itself": vars(verdict.stock_to_itself),
+                "largest_logprob_difference": _plain(verdict.to_stock),
+                "stock_to_itself": _plain(verdict.stock_to_itself),
                 "tolerance": verdict.tolerance_nats,
             },
             "prompt_tokens": dict(self.stock.prompt_tokens),
@@ -98,6 +109,10 @@ class Result:
         }
 
     @property
+    def _is_lane_used(self) -> bool:
+        return sum(self.pdmux.beside_steps.values()) > 0
+
+    @property
     def _alone(self) -> list[str]:
         """Requests beside which nothing was decoding, which cannot show anything; chats begin alone."""
         return [
@@ -106,6 +121,11 @@ class Result:
             for name, answer in given.items()
             if self.pdmux.kinds[name] != CHATS and answer.decoding == 0
         ]
+
+
+def _plain(difference: Difference) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return vars(difference) | {"nats": difference.nats if math.isfinite(difference.nats) else None}
 
 
 def latencies(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -146,7 +166,13 @@ def outcome(result: Result) -> Iterator[str]:
     verdict = result.verdict
     failed = result.failure
     ties = f", but for {len(verdict.other)} near ties" if verdict.other else ""
-    yield f"tokens: equal to stock vLLM's{ties}" if failed is None else f"FAILED: {failed}"
+    if failed is not None:
+        yield f"FAILED: {failed}"
+    elif result.tokens_equal is None:
+        policy = result.resolved.config.policy
+        yield f"tokens: not verified in the lane, which policy {policy} did not use; equal to stock's without it{ties}"
+    else:
+        yield f"tokens: equal to stock vLLM's{ties}"
     yield f"rule: {verdict.rule}"
     yield (
         f"compared: {verdict.compared} of {verdict.tokens} tokens; largest difference of a logprob "

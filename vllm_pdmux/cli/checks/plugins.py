@@ -12,14 +12,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.machinery import all_suffixes
 from pathlib import Path
 
 from vllm_pdmux.activation import KEY
 from vllm_pdmux.cli.checks import ERROR, OK, WARNING, Finding
+from vllm_pdmux.config_errors import one_line
 
 GENERAL, PLATFORM, ENDPOINT = "vllm.general_plugins", "vllm.platform_plugins", "vllm.endpoint_plugins"
 VARIABLE = "VLLM_PLUGINS"
 _OURS = "vllm-pdmux"
+_METADATA, _ENTRY_POINTS = "METADATA", "entry_points.txt"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Plugin:
     distribution: str  # in the form in which two spellings of a name are equal
     version: str
     folder: str  # that the distribution's metadata lies in
+    unreadable: str | None = None  # why the file `name` of the distribution cannot be read; it is then of no group
 
     @property
     def module(self) -> str:
@@ -47,19 +51,38 @@ class Plugin:
 
 def found_plugins(distributions: Iterable[metadata.Distribution] | None = None) -> list[Plugin]:
     """Those of every distribution on the path, also of such as another one of the same name hides; in its order."""
-    found = []
+    found: list[Plugin] = []
     for one in metadata.distributions() if distributions is None else distributions:
-        name = re.sub(r"[-_.]+", "-", one.metadata["Name"] or "without a name").lower()
-        folder = str(Path(str(one.locate_file(""))).absolute())
-        for entry in one.entry_points:
-            if entry.group.startswith("vllm."):
-                found.append(Plugin(entry.group, entry.name, entry.value, name, one.version, folder))
+        found += _plugins_of(one)
     return list(dict.fromkeys(found))  # a folder may be on the path twice
+
+
+def _plugins_of(one: metadata.Distribution) -> Iterator[Plugin]:
+    """Those of one distribution, and its files that cannot be read. With which exception depends on Python's version,
+    and whatever it is, the other distributions are still looked at."""
+    folder = str(Path(str(one.locate_file(""))).absolute())
+    info = Path(str(getattr(one, "_path", folder)))  # which has no public name
+    try:
+        name, version, why = one.metadata["Name"], one.metadata["Version"], "missing or without a name"
+    except Exception as error:  # noqa: BLE001
+        name, version, why = "", "", str(error)
+    if not name:
+        yield Plugin("", _METADATA, "", info.name, "", str(info), why)
+        name, _, version = info.stem.partition("-")  # that of the folder is the one that importlib.metadata goes by
+    name = re.sub(r"[-_.]+", "-", name).lower()
+    try:
+        entries = [entry for entry in one.entry_points if entry.group.startswith("vllm.")]
+    except Exception as error:  # noqa: BLE001
+        yield Plugin("", _ENTRY_POINTS, "", info.name, "", str(info), str(error))
+        return
+    yield from (Plugin(entry.group, entry.name, entry.value, name, version, folder) for entry in entries)
 
 
 def check_plugins(plugins: Sequence[Plugin], environ: Mapping[str, str]) -> Iterator[Finding]:
     """Every entry point, what is wrong with it, and whether VLLM_PLUGINS hides it."""
     allowed = allowed_names(environ)
+    yield from (_unreadable(plugin) for plugin in plugins if plugin.unreadable is not None)
+    plugins = [plugin for plugin in plugins if plugin.unreadable is None]
     for plugin in plugins:
         yield _finding(plugin, plugins, allowed, environ.get(VARIABLE))
     if not any(plugin.name == KEY and plugin.distribution == _OURS for plugin in plugins):
@@ -76,6 +99,14 @@ def allowed_names(environ: Mapping[str, str]) -> list[str] | None:
 def is_hidden(plugin: Plugin, allowed: Sequence[str] | None) -> bool:
     """Whether vLLM leaves the plugin out for the want of its name in VLLM_PLUGINS."""
     return plugin.group == ENDPOINT if allowed is None else plugin.name not in allowed
+
+
+def _unreadable(plugin: Plugin) -> Finding:
+    says = f"{plugin.folder}: its {plugin.name} cannot be read ({one_line(plugin.unreadable or '')})"
+    remedy = "install the distribution again, or remove that folder"
+    if plugin.name == _ENTRY_POINTS:
+        return Finding("distribution", ERROR, f"{says}, and vLLM, which reads all of them, does not start: {remedy}")
+    return Finding("distribution", WARNING, f"{says}: {remedy}")
 
 
 def _finding(plugin: Plugin, plugins: Sequence[Plugin], allowed: Sequence[str] | None, value: str | None) -> Finding:
@@ -125,7 +156,7 @@ def _is_there(module: str) -> bool:
     for name in rest:
         found = [path for place in found for path in (*place.glob(name), *place.glob(f"{name}.*"))]
     # A folder with nothing to import in it is what an uninstallation may leave behind.
-    return any(path.is_file() or any(path.glob("*.py")) for path in found)
+    return any(path.is_file() or any(path.glob(f"*{suffix}")) for path in found for suffix in all_suffixes())
 
 
 def _places(top: str) -> list[Path]:
