@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_pdmux.config import ENVIRONMENT_VARIABLE, PDMuxConfig, Resolved, resolve
 from vllm_pdmux.support import UnsupportedError, problems, settings_problems
+from vllm_pdmux.switch import is_on
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,7 +80,7 @@ def asked_by(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
         reason = f"--scheduler-cls {SCHEDULER}"
     elif inline is not None:
         reason = f"additional_config[{KEY!r}]"
-    elif _is_on(environ):
+    elif is_on(environ):
         reason = f"PDMUX={environ['PDMUX']}"
     else:
         return None
@@ -197,15 +198,6 @@ def _inline(vllm_config: VllmConfig) -> Mapping[str, Any] | None:
             '{"pdmux": {}} for the defaults'
         )
     return inline
-
-
-def _is_on(environ: Mapping[str, str]) -> bool:
-    value = environ.get("PDMUX", "").strip().lower()
-    if value in ("1", "true", "on", "yes"):
-        return True
-    if value in ("", "0", "false", "off", "no"):
-        return False
-    raise ActivationError(f"PDMUX={environ['PDMUX']!r}: it must be 1 (use the plugin) or 0 (do not)")
 
 
 def _install_metrics() -> None:

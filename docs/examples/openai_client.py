@@ -21,15 +21,19 @@ def stream(address: str, prompt: str, **request: Any) -> tuple[str, list[float]]
     model = client.models.list().data[0].id
     started_s = time.perf_counter()
     pieces, arrived_s = [], []
-    for chunk in client.completions.create(model=model, prompt=prompt, stream=True, **request):
-        pieces.append(chunk.choices[0].text)
-        arrived_s.append(time.perf_counter() - started_s)
+    messages = [{"role": "user", "content": prompt}]
+    for chunk in client.chat.completions.create(model=model, messages=messages, stream=True, **request):
+        if text := chunk.choices[0].delta.content:
+            pieces.append(text)
+            arrived_s.append(time.perf_counter() - started_s)
     return "".join(pieces), arrived_s
 
 
 def describe(arrived_s: list[float]) -> str:
     """TTFT, and the median and the longest gap between two pieces."""
     gaps_ms = [(later - earlier) * 1e3 for earlier, later in pairwise(arrived_s)]
+    if not arrived_s:
+        return "the answer is empty"
     line = f"TTFT {arrived_s[0] * 1e3:.0f} ms"
     if gaps_ms:
         line += f", ITL median {statistics.median(gaps_ms):.1f} ms, longest {max(gaps_ms):.1f} ms"
@@ -37,6 +41,8 @@ def describe(arrived_s: list[float]) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("give the address of a server, such as http://localhost:8000/v1, and a question")
     text, times_s = stream(sys.argv[1], sys.argv[2], max_tokens=64)
     print(text)
     print(describe(times_s))

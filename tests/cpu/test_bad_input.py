@@ -42,7 +42,8 @@ INLINE = {
     "two wrong values": (
         {"sm_group_num": "8", "layers_per_group": 0},
         "additional_config['pdmux']: sm_group_num is '8' (a string) but must be an integer, at least 3, at most 256: "
-        "write the number without quotes; layers_per_group is 0 but must be an integer, at least 1: change or remove it",
+        "write the number without quotes; layers_per_group is 0 but must be an integer, at least 1: change or "
+        "remove it",
     ),
     "a sharing for one division of six": (
         {"sharing": ["disjoint"]},

@@ -433,3 +433,26 @@ def test_it_says_the_same_when_the_plugin_is_asked_for(capfd, without_attention,
     monkeypatch.setenv("PDMUX", "1")
     code, found = diagnose(capfd, "--model", without_attention, "--enforce-eager")
     assert code == 1 and found["model"]["detail"].startswith("attention-free models (model ")
+
+
+def test_a_switch_that_says_neither_yes_nor_no_is_an_error(monkeypatch):
+    monkeypatch.setenv("PDMUX", "maybe")
+    found = {one.what: one for one in doctor.installation()}
+    assert found["asked for"].status == "error" and "PDMUX='maybe': it must be 1" in found["asked for"].detail
+    monkeypatch.setenv("PDMUX", "1")
+    found = {one.what: one for one in doctor.installation()}
+    assert (found["asked for"].status, found["asked for"].detail) == ("ok", "PDMUX=1")
+
+
+def test_a_package_that_does_not_load_and_ends_every_engine_is_an_error(monkeypatch):
+    def load(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", load)
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.28.0" if name in ("torchvision", "torch") else None)
+    found = {one.what: one for one in doctor.versions()}
+    assert found["torchvision"].status == "error" and "torchaudio" not in found
+    assert (
+        "nms does not exist" in found["torchvision"].detail
+        and "pip uninstall torchvision" in found["torchvision"].detail
+    )

@@ -376,7 +376,10 @@ def test_a_load_over_time_is_what_simulate_says_of_it(capsys):
     [
         (["--rate", "2"], "--trace and --rate need the times of a device: give --profile"),
         (["--sms", "132", "--itl-slo-ms", "20"], "--itl-slo-ms: of a load over time: add --trace or --rate"),
-        (["--profile", PROFILE, "--rate", "2", "--sms", "132"], "--sms: a load over time is served by the divisions"),
+        (
+            ["--profile", PROFILE, "--rate", "2", "--sms", "132"],
+            "--sms: not with a load over time, which the divisions of --profile serve",
+        ),
         ([], "--sms is not given: give the SMs of the device"),
     ],
 )

@@ -274,6 +274,15 @@ class TestCommand:
             (["--profile", str(MEASURED)], "give either --trace FILE or --rate"),
             (["--profile", str(MEASURED), "--rate", "1", "--trace", "x.csv"], "give either --trace FILE or --rate"),
             (["--profile", str(MEASURED), "--rate", "-1"], "--rate: is '-1' but must be a number above 0"),
+            (
+                ["--profile", str(MEASURED), "--rate", "1", "--chunks", "512,0"],
+                "--chunks has 0 but each must be at least",
+            ),
+            (["--profile", str(MEASURED), "--rate", "1", "--speed", "2"], "--speed is 2 but there is no trace"),
+            (
+                ["--profile", str(MEASURED), "--rate", "1", "--prompt-tokens", "10000000"],
+                "a request has 10,000,256 tokens but the profile's KV cache holds",
+            ),
             (["--profile", str(MEASURED), "--rate", "1", "--chunks", "a"], "--chunks is 'a'"),
             (["--profile", str(MEASURED), "--trace", "nowhere.csv"], "trace nowhere.csv: cannot be read"),
         ],

@@ -72,9 +72,11 @@ def _failed(argv: Sequence[str], chosen: str | None, reason: str, code: int) -> 
 
 
 class _Parser(argparse.ArgumentParser):
+    command = ""  # that was chosen; argparse has the program itself say what none of its parsers knows
+
     def error(self, message: str) -> NoReturn:
         # argparse would print the whole usage before the message: a bad argument is worth one line.
-        raise CommandError(f"{message} (see {self.prog} --help)")
+        raise CommandError(f"{message} (see {f'{self.prog} {self.command}'.rstrip()} --help)")
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
@@ -82,6 +84,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description="PD-multiplexing for vLLM.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     _add_debug(parser, default=False)
+    parser.command = chosen or ""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in [chosen] if chosen else COMMANDS:
         try:

@@ -19,7 +19,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"  # the one that pydant
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `config`."""
-    parser.add_argument("--file", help=f"configuration file; over the one named by {ENVIRONMENT_VARIABLE}")
+    parser.add_argument("--file", "--config", help=f"configuration file; over the one named by {ENVIRONMENT_VARIABLE}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the settings, for an editor")
 

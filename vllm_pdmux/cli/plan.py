@@ -127,7 +127,7 @@ def _has_load_over_time(args: argparse.Namespace) -> bool:
     at_once |= {"--sms": args.sms}
     if given := [name for name, value in at_once.items() if value is not None]:
         raise CommandError(
-            f"{', '.join(given)}: a load over time is served by the divisions of --profile: leave it out"
+            f"{', '.join(given)}: not with a load over time, which the divisions of --profile serve: leave out"
         )
     if args.profile is None:
         raise CommandError("--trace and --rate need the times of a device: give --profile, from calibrate --out")
@@ -195,6 +195,9 @@ def _predicted(args: argparse.Namespace, groups: Sequence[Group]) -> list[Beside
         profile = read_profile(args.profile)
     except ProfileError as error:
         raise CommandError(str(error)) from error
+    for group in profile.groups:
+        if (total := group.prefill_sms + group.decode_sms) != args.sms:
+            raise CommandError(f"--sms is {args.sms} but --profile is of a device with {total}: give that number")
     return predictions(profile, groups, *_load(args))
 
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_load_arguments(parser: argparse._ActionsContainer) -> None:
     """Those that say what is served, under which targets, by which arms; for `plan` too."""
     parser.add_argument("--trace", help="Azure LLM inference trace (.csv) or Mooncake trace (.jsonl)")
-    parser.add_argument("--speed", type=positive(float), default=1.0, help="of the trace: so many times as fast")
+    parser.add_argument("--speed", type=positive(float), help="of the trace: so many times as fast (default: 1)")
     parser.add_argument("--rate", type=positive(float), help="requests per second, instead of a trace")
     parser.add_argument("--prompt-tokens", type=positive(int), default=4096, help="with --rate (default: 4096)")
     parser.add_argument("--answer-tokens", type=positive(int), default=256, help="with --rate (default: 256)")
@@ -53,17 +53,26 @@ def add_load_arguments(parser: argparse._ActionsContainer) -> None:
         "--itl-slo-ms", type=positive(float), help="target for ITL, of policy slo and of the share within targets"
     )
     parser.add_argument("--ttft-slo-ms", type=positive(float), help="target for TTFT, of both too")
-    parser.add_argument("--chunks", default="256,512,1024,2048,8192", help="max_num_batched_tokens of stock")
-    parser.add_argument("--max-prefill-tokens", type=positive(int), default=4096, help="of a batch in the lane")
+    parser.add_argument(
+        "--chunks",
+        default="256,512,1024,2048,8192",
+        help="max_num_batched_tokens of stock, with commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-prefill-tokens", type=positive(int), default=4096, help="of a batch in the lane (default: 4096)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each arm. Raises CommandError for files and options that are wrong."""
     if (args.trace is None) == (args.rate is None):
         raise CommandError("give either --trace FILE or --rate REQUESTS_PER_SECOND")
+    if args.rate is not None and args.speed is not None:
+        raise CommandError(f"--speed is {args.speed:g} but there is no trace: leave it out, or give --trace")
     try:
         profile = read_profile(args.profile)
         arrivals = _arrivals(args)
+        _check_lengths(arrivals, profile)
     except (ProfileError, TraceError) as error:
         raise CommandError(str(error)) from error
     ttft_slo_ms, tpot_slo_ms = args.ttft_slo_ms or float("inf"), args.itl_slo_ms or float("inf")
@@ -87,6 +96,8 @@ def arms(args: argparse.Namespace, profile: DeviceProfile) -> Iterator[tuple[str
         chunks = [int(chunk) for chunk in args.chunks.split(",")]
     except ValueError:
         raise CommandError(f"--chunks is {args.chunks!r} but must be numbers with commas, such as 512,2048") from None
+    if min(chunks) < 1:
+        raise CommandError(f"--chunks has {min(chunks)} but each must be at least 1")
     for chunk in chunks:
         yield f"stock, chunk {chunk}", Stock(chunk)
     groups = profile.groups
@@ -126,9 +137,17 @@ def summary(result: Result, profile: DeviceProfile, requests: int, has_target: b
 _ALL = LayerRule(layers_per_group=ALL_LAYERS)
 
 
+def _check_lengths(arrivals: list[Arrival], profile: DeviceProfile) -> None:
+    longest = max((one.prompt_tokens + one.answer_tokens for one in arrivals), default=0)
+    if longest > profile.kv_tokens:
+        raise CommandError(
+            f"a request has {longest:,} tokens but the profile's KV cache holds {profile.kv_tokens:,}: shorten it"
+        )
+
+
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:
     if args.trace is not None:
-        return read_trace(args.trace, args.requests, args.speed)
+        return read_trace(args.trace, args.requests, args.speed or 1.0)
     return steady(args.rate, args.requests, args.prompt_tokens, args.answer_tokens)
 
 
