@@ -120,7 +120,7 @@ def test_it_goes_on_when_it_cannot_look(caplog_vllm):
         time.sleep(0.01)
     watchdog.close()
     assert "could not look" in caplog_vllm.text
-    assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
+    assert watchdog._thread.name == THREAD and not watchdog._thread.is_alive()
 
 
 def test_the_stacks_are_those_of_all_other_threads():
