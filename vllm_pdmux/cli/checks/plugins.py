@@ -64,7 +64,7 @@ def _plugins_of(one: metadata.Distribution) -> Iterator[Plugin]:
     info = Path(str(getattr(one, "_path", folder)))  # which has no public name
     try:
         name, version, why = one.metadata["Name"], one.metadata["Version"], "missing or without a name"
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with a file of another project is a finding
         name, version, why = "", "", str(error)
     if not name:
         yield Plugin("", _METADATA, "", info.name, "", str(info), why)
@@ -72,7 +72,7 @@ def _plugins_of(one: metadata.Distribution) -> Iterator[Plugin]:
     name = re.sub(r"[-_.]+", "-", name).lower()
     try:
         entries = [entry for entry in one.entry_points if entry.group.startswith("vllm.")]
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - likewise
         yield Plugin("", _ENTRY_POINTS, "", info.name, "", str(info), str(error))
         return
     yield from (Plugin(entry.group, entry.name, entry.value, name, version, folder) for entry in entries)
