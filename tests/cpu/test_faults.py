@@ -8,7 +8,7 @@ import pytest
 import tiny_model
 import torch
 from driver import Arrival, prompt
-from test_lifecycle import Once, chats, late, without
+from test_lifecycle import chats, late, without
 from tokens import assert_same
 from vllm import SamplingParams
 
@@ -81,24 +81,6 @@ def test_fault_after_fault_leaves_nothing_behind_and_what_comes_later_is_served(
     failed = [name for name, result in got.items() if result.finish_reasons == ["error"]]
     assert failing.raised >= 5 and len(failed) >= failing.raised and "chat" not in failed
     assert_same(without(got, *failed), without(stock.run(arrivals), *failed))
-
-
-def ask_every_worker(driver):
-    assert driver.core.collective_rpc("check_health") == [None]
-
-
-def load_the_weights_again(driver):
-    driver.core.collective_rpc("reload_weights")
-
-
-@pytest.mark.parametrize("action", [ask_every_worker, load_the_weights_again])
-def test_a_call_of_all_workers_in_mid_prefill(stock, pdmux, action):
-    pdmux.set_layers_per_group(1)
-    hook = Once(action)
-    arrivals = [*chats(), late()]
-    got = pdmux.run(arrivals, hook)
-    assert hook.done
-    assert_same(got, stock.run(arrivals))
 
 
 @pytest.fixture(scope="module")

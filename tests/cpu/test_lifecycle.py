@@ -217,7 +217,15 @@ def refuse_new_ones(driver):
     driver.scheduler.set_pause_state(PauseState.PAUSED_NEW)
 
 
-@pytest.mark.parametrize("action", [reset, pause_and_resume])
+def ask_every_worker(driver):
+    assert driver.core.collective_rpc("check_health") == [None]
+
+
+def load_the_weights_again(driver):
+    driver.core.collective_rpc("reload_weights")
+
+
+@pytest.mark.parametrize("action", [reset, pause_and_resume, ask_every_worker, load_the_weights_again])
 def test_in_mid_prefill(stock, pdmux, action):
     pdmux.set_layers_per_group(1)
     hook = Once(action)
