@@ -9,6 +9,7 @@ import pytest
 import tiny_model
 from driver import Arrival, prompt
 from metrics_page import PREFIX, Page
+from test_metrics import step
 from test_slo import CAPPED, Device, load, policy, serve
 from vllm import SamplingParams
 from vllm.v1.metrics import reader
@@ -38,11 +39,6 @@ SPLITS = 3
 @pytest.fixture
 def counters():
     return Counters(SPLITS, True)
-
-
-def step(*tokens):
-    scheduled = {f"r{i}": n for i, n in enumerate(tokens)}
-    return SimpleNamespace(num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(tokens))
 
 
 def run(counters, output, ms, report=None):
