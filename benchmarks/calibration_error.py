@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a calibration is off cells that it was not made of.
 
-    python benchmarks/calibration_error.py benchmarks/results/replay-h200.json \
-        benchmarks/results/frontier-h200-again-32-128.json
+    python benchmarks/calibration_error.py benchmarks/results/calibration-h200.json \
+        benchmarks/results/frontier-h200-again-*.json
 
-The first file is one of `replay.py --calibrate`, the others are of `frontier.py`, on the same GPU and shape. Prints,
-for decode and prefill, alone and beside each other, and for fused steps: the median, the 95th percentile and the
-largest relative error.
+The first file has a calibration, as those of `replay.py --calibrate` have, the others are of `frontier.py`, on the same
+GPU and shape. Prints, for decode and prefill, alone and beside each other, and for fused steps: the median, the 95th
+percentile and the largest relative error.
 """
 
 from __future__ import annotations

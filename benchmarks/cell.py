@@ -242,6 +242,7 @@ class Engine:
         """A policy keeps what it has learned from one measurement to the next, as it would in a server."""
         from vllm_pdmux.activation import settings_of
         from vllm_pdmux.calibration.chosen import prior_of
+        from vllm_pdmux.mixed_graphs import mixed_graph_tokens
         from vllm_pdmux.model_size import decode_alone, prompt_work
         from vllm_pdmux.observer import Observer
         from vllm_pdmux.policy_from_config import build_policy
@@ -254,7 +255,8 @@ class Engine:
             alone, work, prior = decode_alone(scheduler.vllm_config), prompt_work(scheduler.vllm_config), None
             if self._profile is not None:
                 prior, work = prior_of(self._profile, len(self._groups)), self._profile.prompt_work
-            policy = build_policy(config, len(self._groups), self._is_gpu, alone, work, log, prior)
+            graphs = mixed_graph_tokens(scheduler.vllm_config)
+            policy = build_policy(config, len(self._groups), self._is_gpu, alone, work, log, prior, graphs)
             self._policies[setting] = policy, Observer(policy, work), work
         scheduler._pdmux_policy, scheduler._observer, scheduler._prompt_work = self._policies[setting]
 

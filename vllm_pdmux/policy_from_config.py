@@ -35,11 +35,15 @@ def build_policy(
     work: PromptWork = PromptWork(),
     log: Callable[[str], None] = print,
     prior: Prior | None = None,
+    graph_tokens: int = 0,
 ) -> Policy:
     """The policy over `splits` mixed groups: those that the device has, which for an automatic split may be fewer than
-    `sm_group_num - 2`. `paced_by_device`: the worker launches no more layers than keep the device busy, so that
-    without a setting no other limit is needed. `prior`: a calibration, for policy slo. Raises ConfigError when
-    `fixed_group` is not among them."""
+    `sm_group_num - 2`.
+
+    `paced_by_device`: the worker launches no more layers than keep the device busy, so that without a setting no other
+    limit is needed. For policy slo, see there: `prior`, a calibration, and `graph_tokens`. Raises ConfigError when
+    `fixed_group` is not among the groups.
+    """
     if config.policy == "off":
         return OffPolicy(splits)
     if config.policy == "slo":
@@ -51,6 +55,7 @@ def build_policy(
             log,
             work,
             prior,
+            graph_tokens,
         )
     rule = _layer_rule(config, paced_by_device)
     if config.policy == "table":

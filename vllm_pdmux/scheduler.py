@@ -33,6 +33,7 @@ from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of
 from vllm_pdmux.metrics import wire
 from vllm_pdmux.metrics.counters import Counters
 from vllm_pdmux.metrics.fused_reason import attach_reason
+from vllm_pdmux.mixed_graphs import mixed_graph_tokens
 from vllm_pdmux.model_size import decode_alone, prompt_work
 from vllm_pdmux.observer import Observer
 from vllm_pdmux.outputs import merge_outputs
@@ -67,12 +68,13 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         # The device may have fewer groups; the worker says so at start and runs higher numbers in its last one.
         is_gpu = self.vllm_config.device_config.device_type == "cuda"
         splits, learns = settings.sm_group_num - 2, settings.policy == "slo"
-        alone, prior, self._prompt_work = None, None, PromptWork()
+        alone, prior, graphs, self._prompt_work = None, None, 0, PromptWork()
         if learns:
             alone, self._prompt_work = decode_alone(self.vllm_config), prompt_work(self.vllm_config)
+            graphs = mixed_graph_tokens(self.vllm_config)
             if profile := chosen_profile(self.vllm_config, settings, _say, _warn):
                 prior, self._prompt_work = prior_of(profile, splits), profile.prompt_work
-        self._pdmux_policy = build_policy(settings, splits, is_gpu, alone, self._prompt_work, _warn, prior)
+        self._pdmux_policy = build_policy(settings, splits, is_gpu, alone, self._prompt_work, _warn, prior, graphs)
         self._residency = Residency() if self.use_v2_model_runner else None
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self._step_times = StepTimes()

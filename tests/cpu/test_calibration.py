@@ -40,9 +40,10 @@ from vllm_pdmux.support import settings_problems
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "profile-h200-llama-8b.json"
 DIVISIONS = (Division("capped", 84, 48), Division("disjoint", 84, 48))
 # Of each division: by what the parts of a decode step are multiplied, and prefill's pace beside steps that are all
-# fixed part and that have none.
+# fixed part, and what it loses for each time the fixed part takes more.
 SLOWDOWNS = ((1.6, 2.0, 1.4), (1.5, 3.0, 2.4))
-PACES = ((0.6, 0.35), (0.65, 0.5))
+PACES = ((0.53, 0.04), (0.65, 0.01))
+FUSED_PARTS, FUSED_PROMPT = (0.6, 1.3, 1.1), 1.05
 H200 = plan.Limits(40960, 256, 8192, 2048, 800_000, 16)
 
 
@@ -67,15 +68,15 @@ class Device:
     def beside(self, load, number, group):
         batch, context = load.batch, load.batch * load.context_tokens
         parts = self.parts(batch, context)
-        share = 1 - self.fixed / sum(parts)
         itl_ms = sum(part * times for part, times in zip(parts, SLOWDOWNS[group - 1], strict=True))
-        pace = PACES[group - 1][0] * (1 - share) + PACES[group - 1][1] * share
+        pace = PACES[group - 1][0] - PACES[group - 1][1] * (sum(parts) / self.fixed - 1)
         rate = 2048 / self.prompt_ms(2048, 0) * 1e3 * pace
         return BesideSample(group, number, batch, context, 2048, self.seen(itl_ms), self.seen(rate), sum(parts))
 
     def fused(self, load, chunk):
         parts = self.parts(load.batch, load.batch * load.context_tokens)
-        ms = max(1.45 * sum(parts), 1.0 * sum(parts) + self.prompt_ms(chunk, 2048))
+        ms = sum(part * times for part, times in zip(parts, FUSED_PARTS, strict=True))
+        ms = max(sum(parts), ms + FUSED_PROMPT * self.prompt_ms(chunk, 2048))
         return FusedSample(load.batch, load.batch * load.context_tokens, chunk, 2048, self.seen(ms), sum(parts))
 
     def samples(self):
@@ -109,7 +110,9 @@ class TestFit:
         assert profile.prefill_fixed_ms == pytest.approx(Device.prefill_fixed)
         assert profile.prefill_ms_per_token == pytest.approx(Device.per_new)
         assert profile.prefill_ms_per_token_pair == pytest.approx(Device.per_pair)
-        assert (profile.fused_floor, profile.fused_decode) == (1.45, 1.0)
+        assert (*profile.fused_parts, profile.fused_prompt) == pytest.approx((*FUSED_PARTS, FUSED_PROMPT), rel=0.2)
+        for group, (first, less) in zip(profile.groups, PACES, strict=True):
+            assert group.pace_line == pytest.approx((first, less), rel=0.1, abs=0.005)
         assert [group.label for group in profile.groups] == ["capped 84:48", "disjoint 84:48"]
         for error in errors(profile, Device().samples()).values():
             assert error.max < 0.05  # the parts of a division are kept near their mean
@@ -158,7 +161,7 @@ class TestFit:
         assert used == replace(samples, fused=()) and set(found) == {*fit.KINDS} - {"fused step"}
         assert reasons and all("error of fused step is" in reason for reason in reasons)
         profile = fit.fit(used, "made up")
-        assert (profile.fused_floor, profile.fused_decode) == (1.0, 1.0)  # the sum of both lanes
+        assert (profile.fused_parts, profile.fused_prompt) == ((1.0, 1.0, 1.0), 1.0)  # the sum of both lanes
 
     def test_garbage_is_refused(self):
         drawn = random.Random(0)

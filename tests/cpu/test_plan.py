@@ -265,6 +265,16 @@ def test_a_missing_or_unknown_command_is_one_line_and_exit_code_2(capsys, argume
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_who_has_seen_enough_gets_no_message(form):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "vllm_pdmux", "plan", "--sms", "132", *form]
+    with os.fdopen(writing, "w") as nobody_reads:
+        done = subprocess.run(command, cwd=ROOT, stdout=nobody_reads, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])

@@ -35,8 +35,8 @@ PLAIN = DeviceProfile(
     prefill_fixed_ms=0,
     prefill_ms_per_token=0.1,
     prefill_ms_per_token_pair=0,
-    fused_floor=1.0,
-    fused_decode=1.0,
+    fused_parts=(1.0, 1.0, 1.0),
+    fused_prompt=1.0,
     kv_tokens=100_000,
     groups=(EVEN,),
 )

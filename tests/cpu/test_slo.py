@@ -25,6 +25,7 @@ from vllm_pdmux.policy import (
 )
 from vllm_pdmux.policy.deadline import TTFT_PLANNED, needed_rate
 from vllm_pdmux.policy.fused import FusedSteps
+from vllm_pdmux.policy.prior import ALL_FIXED, FusedPrior, GroupPrior, Mix
 from vllm_pdmux.policy.tail import FIRST_TAIL
 
 CAPPED = [Share(False, sms / 132) for sms in (112, 100, 84, 68, 52)]
@@ -424,21 +425,27 @@ class TestFusedSteps:
     ALONE_MS, RATE = 10.0, 40.0
 
     def tokens(self, fused, target_ms=40.0):
-        return fused.work(target_ms / fused.tail.factor, self.ALONE_MS, self.RATE)
+        return fused.work(target_ms / fused.tail.factor, self.ALONE_MS, ALL_FIXED, self.RATE)
 
     def step(self, fused, work, times=1.0):
-        fused.learn(times * max(1.5 * self.ALONE_MS, self.ALONE_MS + work / self.RATE), work, self.ALONE_MS, self.RATE)
+        fused.learn(
+            times * max(1.5 * self.ALONE_MS, self.ALONE_MS + work / self.RATE),
+            work,
+            self.ALONE_MS,
+            ALL_FIXED,
+            self.RATE,
+        )
 
     def test_the_short_last_chunks_of_prompts_do_not_make_the_others_longer(self):
         fused = FusedSteps()
         for _ in range(200):
-            fused.learn(1.1 * self.ALONE_MS, 20.0, self.ALONE_MS, self.RATE)
+            fused.learn(1.1 * self.ALONE_MS, 20.0, self.ALONE_MS, ALL_FIXED, self.RATE)
         assert self.tokens(fused) == self.tokens(FusedSteps())
 
     def test_where_short_chunks_take_longer_than_the_target_none_fits(self):
         fused = FusedSteps()
         for _ in range(200):
-            fused.learn(3.8 * self.ALONE_MS, 20.0, self.ALONE_MS, self.RATE)
+            fused.learn(3.8 * self.ALONE_MS, 20.0, self.ALONE_MS, ALL_FIXED, self.RATE)
         assert self.tokens(fused) == 0.0
 
     @pytest.mark.parametrize(("target_ms", "slow"), [(20.0, 3.0), (20.0, 2.0), (18.0, 1.3)])
@@ -456,7 +463,7 @@ class TestFusedSteps:
         fused, generator = FusedSteps(), random.Random(5)
         for _ in range(5000):
             times = 2.5 if generator.random() < 0.02 else 1.1
-            fused.learn(times * self.ALONE_MS, 64.0, self.ALONE_MS, self.RATE)
+            fused.learn(times * self.ALONE_MS, 64.0, self.ALONE_MS, ALL_FIXED, self.RATE)
         assert self.tokens(fused, 20.0) >= 0.9 * self.tokens(FusedSteps(), 20.0)
 
     @pytest.mark.parametrize("times", [0.8, 1.0, 1.3])
@@ -465,13 +472,21 @@ class TestFusedSteps:
         for _ in range(1500):
             work = self.tokens(fused)
             seen.append(times * generator.uniform(0.9, 1.1) * (self.ALONE_MS + work / self.RATE))
-            fused.learn(seen[-1], work, self.ALONE_MS, self.RATE)
+            fused.learn(seen[-1], work, self.ALONE_MS, ALL_FIXED, self.RATE)
         late = sorted(seen[500:])
         assert sum(ms > 40.0 for ms in late) <= 0.05 * len(late)
         assert late[len(late) // 2] > 33.0
 
+    def test_what_was_calibrated_counts_by_the_parts_of_the_decode_step(self):
+        fused, mix = FusedSteps(FusedPrior((0.5, 1.2, 1.1), 0.9)), Mix(0.4, 0.2, 0.4)
+        base_ms = (0.4 * 0.5 + 0.2 * 1.2 + 0.4 * 1.1) * self.ALONE_MS
+        work = fused.work(30.0, self.ALONE_MS, mix, self.RATE)
+        assert work == pytest.approx((30.0 - base_ms) / 0.9 * self.RATE)
+        assert fused.ms(work, self.ALONE_MS, mix, self.RATE) == pytest.approx(30.0)
+        assert fused.ms(1.0, self.ALONE_MS, mix, self.RATE) == self.ALONE_MS  # never less than decode alone
+
     def test_none_fits_below_the_floor(self):
-        assert FusedSteps().work(1.2 * self.ALONE_MS, self.ALONE_MS, self.RATE) == 0.0
+        assert FusedSteps().work(1.2 * self.ALONE_MS, self.ALONE_MS, ALL_FIXED, self.RATE) == 0.0
 
 
 def first_fused_ms(slo, **of_load):
@@ -505,6 +520,27 @@ def test_a_few_prompts_are_not_worth_beginning_with_the_lane(knowing):
     assert few < 0.9 * many
     knowing._target = Target(itl_ms=many)
     assert not knowing.fused_tokens(load(waiting_work=300.0, is_lane_busy=True))  # nor leaving it
+
+
+def test_a_step_that_hardly_has_no_graph_is_cut_to_one_that_has(knowing):
+    """One without takes as long as one of twice the tokens."""
+    knowing._target = Target(itl_ms=90.0)
+    tokens = knowing.fused_tokens(load()) + 32  # with those that decode
+    for graph_tokens, expected in (
+        (tokens, tokens),
+        (tokens - 1, tokens - 1),
+        (tokens // 2 + 1, tokens // 2 + 1),
+        (tokens // 2, tokens),  # so much more that it pays
+        (0, tokens),
+    ):
+        knowing._graph_tokens = graph_tokens
+        assert knowing.fused_tokens(load()) + 32 == expected
+
+
+def test_prefill_is_slower_beside_longer_decode_steps_but_never_stands_still():
+    prior = GroupPrior((1.5, 1.5, 1.5), (20.0, 3.0))
+    rates = [prior.rate(Mix(fixed, 0.0, 1 - fixed)) for fixed in (1.0, 0.5, 0.25, 0.1, 0.0)]
+    assert rates == pytest.approx([20.0, 17.0, 11.0, 5.0, 5.0])
 
 
 def test_nothing_is_fused_where_nothing_waits(knowing):

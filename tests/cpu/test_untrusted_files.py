@@ -37,12 +37,19 @@ PROFILE = {
     "prefill_fixed_ms": 1.0,
     "prefill_ms_per_token": 0.02,
     "prefill_ms_per_token_pair": 1e-6,
-    "fused_floor": 1.1,
-    "fused_decode": 1.0,
+    "fused_parts": [0.5, 1.2, 1.1],
+    "fused_prompt": 1.0,
     "kv_tokens": 400_000,
     "groups": [
         {"sharing": "capped", "prefill_sms": 84, "decode_sms": 48, "slowdown": 1.5, "pace": 0.5},
-        {"sharing": "disjoint", "prefill_sms": 84, "decode_sms": 48, "slowdown": 1.2, "pace": 0.4, "paces": [0.4, 0.4]},
+        {
+            "sharing": "disjoint",
+            "prefill_sms": 84,
+            "decode_sms": 48,
+            "slowdown": 1.2,
+            "pace": 0.4,
+            "pace_line": [0.4, 0.1],
+        },
     ],
     "key": KEY,
 }

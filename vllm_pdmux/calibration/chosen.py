@@ -88,8 +88,7 @@ def prior_of(profile: DeviceProfile, splits: int) -> Prior:
         decode_ms=(profile.decode_fixed_ms, profile.decode_ms_per_request, profile.decode_ms_per_context_token),
         full_rate=full_rate,
         groups=tuple(groups[:splits]),
-        fused_floor=profile.fused_floor,
-        fused_decode=profile.fused_decode,
+        fused=profile.fused,
     )
 
 

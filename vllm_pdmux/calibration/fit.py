@@ -3,8 +3,8 @@
 
 The forms are MuxWise's. A decode step alone: fixed, for each request, for each token of context. A prompt alone: fixed,
 for each new token, for each pair of a new token and one that it attends to. Beside each other: for each division, what
-the three parts of a decode step are multiplied by, and prefill's pace over its pace alone, which changes with the part
-of the decode step that is not fixed, since that is what competes for memory.
+the three parts of a decode step are multiplied by, and prefill's pace over its pace alone, which falls with the length
+of the decode step. A fused step: what these three parts and the prompt tokens are multiplied by.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any, TypeVar
 
 import numpy
 
 from vllm_pdmux.calibration import CalibrationError
 from vllm_pdmux.calibration.samples import BesideSample, DecodeSample, FusedSample, PrefillSample, Samples
+from vllm_pdmux.policy import Mix
 from vllm_pdmux.quantile import quantile
 from vllm_pdmux.simulator import DeviceProfile, GroupProfile
 
 # Of relative errors: how much a division's single numbers are kept near their mean where few loads were measured.
 SHRINKAGE = 0.02
-# Without measured fused steps: a step is never shorter than the decode steps in it.
-FUSED_FLOOR, FUSED_DECODE = 1.0, 1.0
+# Without measured fused steps: the sum of both lanes.
+FUSED_PARTS, FUSED_PROMPT = (1.0, 1.0, 1.0), 1.0
 # On points held out: what is further off is not to be used.
 MEDIAN_LIMIT, P95_LIMIT = 0.10, 0.25
 SMALLEST_MS = 1e-9  # instead of 0 where a profile has none
@@ -62,13 +63,13 @@ def fit(samples: Samples, name: str, pair_ms: float | None = None) -> DeviceProf
         prefill_fixed_ms=prefill_fixed,
         prefill_ms_per_token=max(per_new_token, SMALLEST_MS),
         prefill_ms_per_token_pair=per_pair,
-        fused_floor=FUSED_FLOOR,
-        fused_decode=FUSED_DECODE,
+        fused_parts=FUSED_PARTS,
+        fused_prompt=FUSED_PROMPT,
         kv_tokens=samples.kv_tokens,
         groups=(),
     )
-    floor, share = _fused(profile, samples.fused) if samples.fused else (FUSED_FLOOR, FUSED_DECODE)
-    profile = profile.model_copy(update={"fused_floor": floor, "fused_decode": share})
+    if samples.fused:
+        profile = profile.model_copy(update=_fused(profile, samples.fused))
     groups = tuple(_group(profile, samples, number) for number in range(1, len(samples.divisions) + 1))
     return profile.model_copy(update={"groups": groups})
 
@@ -205,10 +206,10 @@ def _group(profile: DeviceProfile, samples: Samples, number: int) -> GroupProfil
     slowdown, pace = max(1.0, statistics.mean(slowdowns)), min(1.0, statistics.mean(paces))
     mixes = [profile.mix(one.batch, one.context_tokens) for one in mine]
     # Relative to the means, so that one number for both kinds says how near to them the parts are kept.
-    parts = _near_one(mixes, [value / slowdown for value in slowdowns])
+    parts = _near(mixes, [value / slowdown for value in slowdowns], (1.0, 1.0, 1.0))
     fixed_part, requests_part, context_part = (max(part * slowdown, SMALLEST_MS) for part in parts)
-    shares = _near_one([(mix.fixed, 1 - mix.fixed) for mix in mixes], [value / pace for value in paces])
-    fixed_pace, other_pace = (max(share * pace, SMALLEST_MS) for share in shares)
+    # Of a step's length in fixed parts, from one that is nothing else.
+    line = _near([(1.0, 1 - 1 / mix.fixed) for mix in mixes], [value / pace for value in paces], (1.0, 0.0))
     division = samples.divisions[number - 1]
     return GroupProfile(
         sharing=division.sharing,
@@ -217,39 +218,38 @@ def _group(profile: DeviceProfile, samples: Samples, number: int) -> GroupProfil
         slowdown=slowdown,
         pace=pace,
         slowdowns=(fixed_part, requests_part, context_part),
-        paces=(fixed_pace, other_pace),
+        pace_line=(max(line[0] * pace, SMALLEST_MS), line[1] * pace),
     )
 
 
-def _near_one(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients >= 0 for `values`, relative errors, each pulled a little towards 1."""
+def _near(rows: Sequence[Sequence[float]], values: Sequence[float], usual: Sequence[float]) -> list[float]:
+    """Coefficients >= 0 for `values`, relative errors, each pulled a little towards its usual one."""
     wanted = numpy.array(values, dtype=float)
     matrix = numpy.array([list(row) for row in rows], dtype=float) / wanted[:, None]
     width = matrix.shape[1]
     weight = math.sqrt(SHRINKAGE / width)
     whole = numpy.vstack([matrix, weight * numpy.eye(width)])
-    return _nonnegative(whole, numpy.concatenate([numpy.ones(len(wanted)), weight * numpy.ones(width)]))
+    return _nonnegative(whole, numpy.concatenate([numpy.ones(len(wanted)), weight * numpy.array(usual)]))
 
 
-def _fused(profile: DeviceProfile, samples: Sequence[FusedSample]) -> tuple[float, float]:
-    """(floor, decode's share) with the least sum of errors."""
-    floors, shares = [1 + i / 20 for i in range(21)], [i / 20 for i in range(31)]
-    return min(
-        product(floors, shares),
-        key=lambda pick: sum(
-            _fused_errors(profile.model_copy(update={"fused_floor": pick[0], "fused_decode": pick[1]}), samples)
-        ),
-    )
+def _fused(profile: DeviceProfile, samples: Sequence[FusedSample]) -> dict[str, Any]:
+    """The profile's values for fused steps."""
+    rows = [
+        (*(share * alone_ms for share in mix), prompt_ms)
+        for alone_ms, mix, prompt_ms in (_fused_load(profile, one) for one in samples)
+    ]
+    *parts, prompt = _near(rows, [one.ms for one in samples], (*FUSED_PARTS, FUSED_PROMPT))
+    return {"fused_parts": tuple(parts), "fused_prompt": max(prompt, SMALLEST_MS)}
+
+
+def _fused_load(profile: DeviceProfile, one: FusedSample) -> tuple[float, Mix, float]:
+    """What decode takes alone, its mix, and what the prompt tokens take alone."""
+    mix = profile.mix(one.batch, one.context_tokens)
+    return _alone_ms(profile, one), mix, profile.prefill_ms(one.chunk_tokens, one.computed_tokens)
 
 
 def _fused_errors(profile: DeviceProfile, samples: Iterable[FusedSample]) -> list[float]:
-    return [
-        _off(
-            profile.fused_ms(_alone_ms(profile, one), profile.prefill_ms(one.chunk_tokens, one.computed_tokens)),
-            one.ms,
-        )
-        for one in samples
-    ]
+    return [_off(profile.fused_ms(*_fused_load(profile, one)), one.ms) for one in samples]
 
 
 # --- checks and counts ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ with its traceback with it.
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ DEBUG = "--debug"
 EXIT_BAD_INPUT = 2
 EXIT_UNEXPECTED = 3
 EXIT_INTERRUPTED = 130
+EXIT_READER_LEFT = 1  # as rich ends a program whose tables nobody reads
 _LONGEST_REASON = 1000  # characters of an error that no command foresaw: some hold a whole configuration
 
 
@@ -41,7 +43,7 @@ class CommandError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 bad arguments or files, 3 an error that the command did not
-    foresee, 130 interrupted; other codes are the command's own.
+    foresee, 130 interrupted, 1 when nobody reads the output any more; other codes are the command's own.
 
     `--help` prints and raises SystemExit(0), as argparse does.
     """
@@ -52,11 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser(chosen).parse_args(argv)
         code: int = args.run(args)
+        sys.stdout.flush()
         return code
     except CommandError as error:
         return _failed(argv, chosen, str(error), EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         return _failed(argv, chosen, "interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails again where it ends
+        return EXIT_READER_LEFT
     except Exception as error:  # noqa: BLE001 - the last handler: a traceback is for --debug
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         return _failed(argv, chosen, f"{reason} (not foreseen; --debug shows where)", EXIT_UNEXPECTED)

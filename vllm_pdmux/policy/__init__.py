@@ -5,7 +5,7 @@ from vllm_pdmux.policy.estimates import DecodeAlone, Share
 from vllm_pdmux.policy.fixed import FixedPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.off import OffPolicy
-from vllm_pdmux.policy.prior import GroupPrior, Mix, Prior
+from vllm_pdmux.policy.prior import FusedPrior, GroupPrior, Mix, Prior
 from vllm_pdmux.policy.slo import SloPolicy
 from vllm_pdmux.policy.table import TablePolicy
 from vllm_pdmux.policy.target import PREFILL_WAIT_LIMIT_MS, Target
@@ -34,6 +34,7 @@ __all__ = [
     "Decision",
     "DecodeAlone",
     "FixedPolicy",
+    "FusedPrior",
     "GroupPrior",
     "Kind",
     "LayerRule",

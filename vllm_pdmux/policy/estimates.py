@@ -252,7 +252,7 @@ class Beside:
 def _prior(share: Share) -> GroupPrior:
     """Without a calibration, whatever the mix. Rates are relative to that of the whole device."""
     slowdown, rate = _slowdown(share), _rate(share)
-    return GroupPrior((slowdown, slowdown, slowdown), (rate, rate))
+    return GroupPrior((slowdown, slowdown, slowdown), (rate, 0.0))
 
 
 def _slowdown(share: Share) -> float:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from vllm_pdmux.policy.estimates import Average
+from vllm_pdmux.policy.prior import FusedPrior, Mix
 from vllm_pdmux.policy.tail import Tail
 
 # Without a calibration. A fused step takes what decode takes alone, and the time of its prompt tokens on the whole
 # device, but never less than a floor; H200, 8B, four loads: 0.75 to 1.08 times, and 1.4 to 1.6 times decode alone.
-FLOOR = 1.5
-DECODE = 1.0
+FLOOR, SUM = 1.5, FusedPrior((1.0, 1.0, 1.0), 1.0)
+CALIBRATED_FLOOR = 1.0
 PRIOR_STEPS = 5
 ERROR_LIMITS, FLOOR_LIMITS = (0.3, 3.0), (1.0, 4.0)
 # Steps that were slow once make fused steps small or none at all, so that nothing would ever show that they are not
@@ -18,22 +19,29 @@ QUESTIONS_UNTIL_DOUBT = 50
 
 
 class FusedSteps:
-    """Times in ms. `floor`, `decode`: as above, in times of a decode step alone; None where they were not measured.
+    """Times in ms. `prior`: what was calibrated, if anything was.
 
-    `rate`: prefill work per ms on the whole device. A step is either as short as the floor, whatever its work, or as
-    long as its work makes it; what is learned of one kind says nothing of the other.
+    `rate`: prefill work per ms on the whole device; `mix`: of the decode step, which alone takes `alone_ms`. A step is
+    either as short as the floor, whatever its work, or as long as its work makes it; what is learned of one kind says
+    nothing of the other.
     """
 
-    def __init__(self, floor: float | None = None, decode: float | None = None):
-        self._floor = Average(FLOOR if floor is None else floor, PRIOR_STEPS, is_seen=True)
-        self._decode = DECODE if decode is None else decode
+    def __init__(self, prior: FusedPrior | None = None):
+        self._floor = Average(CALIBRATED_FLOOR if prior else FLOOR, PRIOR_STEPS, is_seen=True)
+        self._prior = prior or SUM
         self._error = Average(1.0, PRIOR_STEPS, is_seen=True)  # measured over expected time of steps above the floor
         self._questions = 0
         self.tail = Tail()
 
-    def work(self, step_ms: float, alone_ms: float, rate: float) -> float:
+    def ms(self, work: float, alone_ms: float, mix: Mix, rate: float) -> float:
+        """What a step of `work` usually takes."""
+        by_work_ms = self._prior.ms(alone_ms, mix, work / rate) * self._error.value
+        return max(by_work_ms, self._floor.value * alone_ms)
+
+    def work(self, step_ms: float, alone_ms: float, mix: Mix, rate: float) -> float:
         """The prefill work of a step that usually takes `step_ms`; 0: none fits."""
-        work = (step_ms / self._error.value - self._decode * alone_ms) * rate
+        spare_ms = step_ms / self._error.value - self._prior.ms(alone_ms, mix, 0.0)
+        work = spare_ms / self._prior.prompt * rate
         if step_ms >= self._floor.value * alone_ms and work > 0:
             self._questions = 0
             return work
@@ -42,9 +50,9 @@ class FusedSteps:
             self._doubt()
         return 0.0
 
-    def learn(self, step_ms: float, work: float, alone_ms: float, rate: float) -> None:
+    def learn(self, step_ms: float, work: float, alone_ms: float, mix: Mix, rate: float) -> None:
         """From a step of `work`."""
-        by_work_ms, floor_ms = self._decode * alone_ms + work / rate, self._floor.value * alone_ms
+        by_work_ms, floor_ms = self._prior.ms(alone_ms, mix, work / rate), self._floor.value * alone_ms
         if by_work_ms < floor_ms:
             self._floor.add(_within(step_ms / alone_ms, FLOOR_LIMITS))
             self._doubt()  # steps may be so short because a long one was slow

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,20 +19,46 @@ class Mix(NamedTuple):
 ALL_FIXED = Mix(1.0, 0.0, 0.0)
 
 
+# Beyond what was calibrated a rate is not believed to fall further than to this part of what it is beside the shortest
+# steps.
+LEAST_RATE = 0.25
+LEAST_FIXED = 1e-9  # a share that is divided by
+
+
+def mean_of(mix: Mix, parts: Sequence[float]) -> float:
+    """What the parts of a decode step are multiplied by, for the whole of it."""
+    return sum(share * part for share, part in zip(mix, parts, strict=True))
+
+
 @dataclass(frozen=True)
 class GroupPrior:
-    """Of a mixed group. A load's slowdown is the mean of three, by its mix; its rate that of two, likewise."""
+    """Of a mixed group. A load's slowdown is the mean of three, by its mix. Prefill's rate falls with the length of the
+    decode steps beside it: in a longer one decode's kernels hold SMs and memory for longer."""
 
     slowdowns: tuple[float, float, float]  # of a decode step's fixed part, its requests' and its context's
-    rates: tuple[float, float]  # prefill work per ms beside steps that are all fixed part, and that have none
+    rate_line: tuple[float, float]  # work per ms beside steps that are all fixed part, and less for each such part more
 
     def slowdown(self, mix: Mix) -> float:
         """Of a decode step of this mix, over what it takes alone."""
-        return sum(share * slowdown for share, slowdown in zip(mix, self.slowdowns, strict=True))
+        return mean_of(mix, self.slowdowns)
 
     def rate(self, mix: Mix) -> float:
         """Of prefill beside decode steps of this mix."""
-        return self.rates[0] * mix.fixed + self.rates[1] * (1 - mix.fixed)
+        first, less = self.rate_line
+        return max(first - less * (1 / max(mix.fixed, LEAST_FIXED) - 1), LEAST_RATE * first)
+
+
+@dataclass(frozen=True)
+class FusedPrior:
+    """Of fused steps: what they take for the parts of a decode step, and for their prompt tokens, over what these take
+    alone. One batch reads the weights for both, so that the fixed part may be below 1."""
+
+    parts: tuple[float, float, float]  # a decode step's fixed part, its requests' and its context's
+    prompt: float
+
+    def ms(self, alone_ms: float, mix: Mix, prompt_ms: float) -> float:
+        """A step with these, alone `alone_ms` and `prompt_ms`."""
+        return mean_of(mix, self.parts) * alone_ms + self.prompt * prompt_ms
 
 
 @dataclass(frozen=True)
@@ -41,5 +68,4 @@ class Prior:
     decode_ms: tuple[float, float, float]  # of a step alone: fixed, for each request, for each token of context
     full_rate: float  # prefill work per ms on the whole device
     groups: tuple[GroupPrior, ...] = ()  # the mixed ones, in order; none where groups were not calibrated
-    fused_floor: float | None = None  # a fused step takes at least so many times decode alone
-    fused_decode: float | None = None  # and so many times it, besides the time of its prompt tokens
+    fused: FusedPrior | None = None

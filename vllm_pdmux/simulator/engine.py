@@ -250,7 +250,8 @@ class _Engine:
             self._batch = batch
             return self._prefill_step()
         decode_ms = self._decode_ms()
-        step_ms = decode_ms if batch is None else self._profile.fused_ms(decode_ms, batch.total_ms)
+        mix = self._profile.mix(len(self._decoding), self._context_tokens)
+        step_ms = decode_ms if batch is None else self._profile.fused_ms(decode_ms, mix, batch.total_ms)
         if self._policy is not None and batch is not None:
             self._policy.observe(self._observation(Kind.FUSED, step_ms, batch.work))
         if batch is not None:

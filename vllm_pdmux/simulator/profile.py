@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_pdmux.config_errors import one_line
-from vllm_pdmux.policy import GroupPrior, Mix, PromptWork
+from vllm_pdmux.policy import FusedPrior, GroupPrior, Mix, PromptWork
 from vllm_pdmux.small_file import TooLarge, read_small_file
 
 MOST_BYTES = 1 << 20  # of a file; one with six divisions and its errors has 10 KB
@@ -25,13 +25,14 @@ class ProfileError(ValueError):
 
 
 Above0 = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
 
 
 class GroupProfile(BaseModel):
     """A division: how much slower decode is beside prefill than alone, and prefill's pace over its pace alone.
 
-    `slowdown` and `pace` are means over loads; `slowdowns` and `paces`, where they are known, say what they are for a
-    given load, see `GroupPrior`.
+    `slowdown` and `pace` are means over loads; `slowdowns` and `pace_line`, where they are known, say what they are for
+    a given load, see `GroupPrior`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -42,7 +43,7 @@ class GroupProfile(BaseModel):
     slowdown: float = Field(ge=1)
     pace: float = Field(gt=0, le=1)
     slowdowns: tuple[Above0, Above0, Above0] | None = None  # of a decode step's fixed part, requests and context
-    paces: tuple[Above0, Above0] | None = None  # beside decode steps that are all fixed part, and that have none
+    pace_line: tuple[Above0, AtLeast0] | None = None  # beside steps of a fixed part alone; less for each one more
 
     @property
     def label(self) -> str:
@@ -51,9 +52,9 @@ class GroupProfile(BaseModel):
 
     def prior(self, full_rate: float = 1.0) -> GroupPrior:
         """For any load; rates are paces where `full_rate`, prefill's work per ms alone, is not given."""
-        paces = self.paces or (self.pace, self.pace)
+        first, less = self.pace_line or (self.pace, 0.0)
         slowdowns = self.slowdowns or (self.slowdown, self.slowdown, self.slowdown)
-        return GroupPrior(slowdowns, (paces[0] * full_rate, paces[1] * full_rate))
+        return GroupPrior(slowdowns, (first * full_rate, less * full_rate))
 
 
 class DeviceProfile(BaseModel):
@@ -68,8 +69,9 @@ class DeviceProfile(BaseModel):
     prefill_fixed_ms: float = Field(ge=0)
     prefill_ms_per_token: float = Field(gt=0)
     prefill_ms_per_token_pair: float = Field(ge=0)  # a new token and one that it attends to
-    fused_floor: float = Field(ge=1)  # a fused step takes at least so many times decode alone
-    fused_decode: float = Field(ge=0)  # and so many times it, besides the prefill of its prompt tokens
+    # What a fused step takes for a decode step's three parts and for its prompt tokens, over what they take alone.
+    fused_parts: tuple[AtLeast0, AtLeast0, AtLeast0]
+    fused_prompt: float = Field(gt=0)
     kv_tokens: int = Field(ge=1)
     groups: tuple[GroupProfile, ...]
 
@@ -103,9 +105,14 @@ class DeviceProfile(BaseModel):
         pair_ms = self.prefill_ms_per_token_pair
         return PromptWork(self.prefill_ms_per_token / pair_ms if pair_ms else math.inf)
 
-    def fused_ms(self, decode_ms: float, prefill_ms: float) -> float:
+    @property
+    def fused(self) -> FusedPrior:
+        """Of steps that decode and prefill in one batch."""
+        return FusedPrior(self.fused_parts, self.fused_prompt)
+
+    def fused_ms(self, decode_ms: float, mix: Mix, prefill_ms: float) -> float:
         """A step that decodes and prefills in one batch, from what the two take alone."""
-        return max(self.fused_floor * decode_ms, self.fused_decode * decode_ms + prefill_ms)
+        return max(decode_ms, self.fused.ms(decode_ms, mix, prefill_ms))
 
 
 def read_profile(path: str) -> DeviceProfile:
