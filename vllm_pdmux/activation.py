@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_pdmux import tensor_parallel
 from vllm_pdmux.config import ENVIRONMENT_VARIABLE, PDMuxConfig, Resolved, resolve
 from vllm_pdmux.support import UnsupportedError, problems, settings_problems
 from vllm_pdmux.switch import is_on
@@ -174,6 +175,12 @@ def activate(vllm_config: VllmConfig, environ: Mapping[str, str]) -> None:
     parallel.worker_cls = WORKERS[worker]
     scheduler.scheduler_cls = scheduler.scheduler_cls or SCHEDULER
     _install_metrics()
+    if tensor_parallel.is_used(vllm_config):
+        _logger().warning(
+            "PD-multiplexing: tensor parallelism is experimental: %s (%s is true)",
+            tensor_parallel.UNPROVEN,
+            tensor_parallel.SETTING,
+        )
     _log(vllm_config, resolved, reason, changes)
 
 

@@ -187,6 +187,11 @@ class PDMuxConfig(BaseModel):
         "threaded",
         description="threaded: prefill runs beside decode. serial: no second thread, all layers at once; for tests.",
     )
+    experimental_tensor_parallel: bool = Field(
+        False,
+        description="Whether --tensor-parallel-size above 1 is served. It has been tested on CPUs with two processes "
+        "and has not been run on several GPUs.",
+    )
     trace_steps: int = Field(0, ge=0, description="Number of last steps that the scheduler keeps a record of; 0: none.")
     trace_file: str | None = Field(
         None, min_length=1, description="Where to write each step, for Perfetto or chrome://tracing; unset: nowhere."

@@ -23,7 +23,8 @@ _REPORT = "pdmux_report"
 class PrefillOrder:
     """What the prefill lane has to do in one engine step.
 
-    The fields apply in this order: abandon `drop`, take `start` into the lane, advance the lane by `layers`.
+    The fields apply in this order: abandon `drop`, take `start` into the lane, advance the lane by `layers`. With
+    several ranks every one of them does so, and nothing that it launches depends on anything else.
     """
 
     batch_id: int | None = None  # the last batch in the lane, which `start` belongs to; None: the lane is empty
@@ -32,6 +33,8 @@ class PrefillOrder:
     grammar: GrammarOutput | None = None  # bitmask for the first tokens of `start`
     group: int = 0  # stream group of both lanes from this step on; with nothing decoding prefill may have all SMs
     drop: int | None = None  # no batch up to this one may run again: their KV blocks may be reused from this step on
+    # The last batch that the scheduler has been told has left the lane, by the one rank whose outputs it gets.
+    ended: int = -1
 
 
 class Run(NamedTuple):

@@ -37,6 +37,7 @@ from vllm_pdmux.mixed_graphs import mixed_graph_tokens
 from vllm_pdmux.model_size import decode_alone, prompt_work
 from vllm_pdmux.observer import Observer
 from vllm_pdmux.outputs import merge_outputs
+from vllm_pdmux.pace import Pace
 from vllm_pdmux.policy import PromptWork
 from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
 from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
@@ -92,6 +93,7 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
             max_batches=2 if is_gpu and self.use_v2_model_runner else 1,
             most_tokens=max_prefill_tokens(settings, has_streams=is_gpu),
         )
+        self._pace = Pace() if is_gpu and self.parallel_config.world_size > 1 else None
         self._next_batch_id = 0
         self._overtaken = False  # whether the last batch has left out a prompt that is half done
         self._drop: int | None = None  # the last batch that the worker has still to be told to drop
@@ -137,6 +139,8 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
             self._tell_of(scheduler_output, took, order, report)
         elif order.drop is not None:
             self.pdmux_trace.record(scheduler_output, self._step_times.now(), order, report)
+        if self._pace is not None and order.batch_id is not None:
+            self._pace.reported(order.layers, report)
         if report is not None and scheduler_output.num_scheduled_tokens:  # else all layers are launched at once
             self._admission.launched(sum(run.end_layer - run.first_layer for run in report.runs))
         from_lane = {} if report is None else self._update_lane(report)
@@ -160,11 +164,15 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         return self._with_order(self._localise(super().schedule(throttle_prefills), DECODE), PrefillOrder())
 
     def _with_order(self, output: SchedulerOutput, order: PrefillOrder) -> SchedulerOutput:
-        order = self._take_drop(order)
+        order = replace(self._take_drop(order), ended=self._last_ended())
         if self._observer is not None:
             self._observer.scheduled(output, order, self.requests)
         self._step_times.scheduled(output)
         return attach_order(output, order)
+
+    def _last_ended(self) -> int:
+        """The last batch that has left the lane."""
+        return (self._batches[0].id if self._batches else self._next_batch_id) - 1
 
     def _may_fuse(self) -> bool:
         """A prompt with prompt logprobs must end in the V2 runner where it began, and the lane is where it should."""
@@ -258,9 +266,12 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         last = self._batches[-1]
         load = self._load_beside(output, last)
         decision = self._pdmux_policy.decide(load)
+        layers = decision.layers
+        if self._pace is not None:
+            layers = self._pace.layers(layers, is_first=begun is not None)
         if begun is None:
-            return PrefillOrder(last.id, decision.layers, group=decision.group)
-        return PrefillOrder(begun.id, decision.layers, begun.output, begun.grammar, decision.group)
+            return PrefillOrder(last.id, layers, group=decision.group)
+        return PrefillOrder(begun.id, layers, begun.output, begun.grammar, decision.group)
 
     def _take_drop(self, order: PrefillOrder) -> PrefillOrder:
         if self._drop is None:

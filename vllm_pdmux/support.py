@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,6 @@ def _model_flag(name: str) -> Callable[[VllmConfig], object]:
 
 REFUSALS = (
     Refusal("pipeline parallelism", _more_than_one("pipeline_parallel_size"), "set --pipeline-parallel-size 1"),
-    Refusal("tensor parallelism", _more_than_one("tensor_parallel_size"), "set --tensor-parallel-size 1"),
     Refusal("data parallelism", _more_than_one("data_parallel_size"), "start one server per GPU instead"),
     Refusal(
         "decode context parallelism",
@@ -104,15 +103,20 @@ def problems(vllm_config: VllmConfig, distribution: tuple[str, str], environ: Ma
 
     `distribution`: name and version of the installed vLLM.
     """
+    return refused(REFUSALS, vllm_config) + _platform_problems() + version_problems(distribution, environ)
+
+
+def refused(refusals: Iterable[Refusal], vllm_config: VllmConfig) -> list[str]:
+    """Which of `refusals` `vllm_config` meets: what, the value, and the way out."""
     found = []
-    for refusal in REFUSALS:
+    for refusal in refusals:
         try:
             value = refusal.used(vllm_config)
         except AttributeError:
             continue  # a vLLM without this setting: `internals` lists it, so it is among the version problems
         if value:
             found.append(f"{refusal.feature} ({value}) is not supported: {refusal.remedy}")
-    return found + _platform_problems() + version_problems(distribution, environ)
+    return found
 
 
 def settings_problems(vllm_config: VllmConfig, settings: PDMuxConfig) -> list[str]:
@@ -120,7 +124,9 @@ def settings_problems(vllm_config: VllmConfig, settings: PDMuxConfig) -> list[st
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
 
-    found = calibration_problems(settings)
+    from vllm_pdmux import tensor_parallel
+
+    found = calibration_problems(settings) + tensor_parallel.problems(vllm_config, settings)
     if not current_platform.is_cuda():
         if settings.backend not in ("auto", "serial"):
             found.append(f"backend {settings.backend} needs an NVIDIA GPU: set backend auto")

@@ -24,7 +24,7 @@ from vllm_pdmux.spatial import GrantedGroup, environment, granted_groups, open_b
 from vllm_pdmux.support import UnsupportedError
 from vllm_pdmux.worker import side_streams
 from vllm_pdmux.worker.decode_graphs import DecodeGraphs, affordable, capture_sizes, graphs_captured_on
-from vllm_pdmux.worker.lane_device import CudaDevice, HostDevice, LaneDevice
+from vllm_pdmux.worker.lane_device import CudaDevice, HostDevice, LaneDevice, RankDevice
 from vllm_pdmux.worker.prefill_runner import dummy_prefill
 from vllm_pdmux.worker.worker import PDMuxWorkerMixin
 
@@ -134,7 +134,8 @@ class PDMuxGPUWorker(PDMuxWorkerMixin, Worker):
     def _lane_device(self) -> LaneDevice:
         if self._settings.lane == "serial":
             return HostDevice()  # one thread, and all of it on the decode stream
-        return CudaDevice(self._decode_stream, self._prefill_streams)
+        kind = CudaDevice if self.parallel_config.world_size == 1 else RankDevice
+        return kind(self._decode_stream, self._prefill_streams)
 
     def _clamped(self, group: int) -> int:
         return min(group, self._groups[-1].index)

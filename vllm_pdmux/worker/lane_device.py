@@ -25,7 +25,7 @@ class LaneDevice(Protocol):
 
     @property
     def lead_layers(self) -> int:
-        """How many layers it keeps queued; 0: it has no queue."""
+        """How many layers it keeps queued, or has; 0: it has no queue."""
 
     def use(self, group: int, runner: Any) -> None:
         """On the worker's thread: launch what comes next of `runner` on the SMs of `group`."""
@@ -209,3 +209,18 @@ class CudaDevice:
     def drop(self) -> None:
         if self._stream is not self._decode_stream:
             self._decode_stream.wait_stream(self._stream)
+
+
+class RankDevice(CudaDevice):
+    """One of several GPUs. It launches what is ordered, as they all must launch the same; the pace is the scheduler's
+    (see `pace`), which is told what is queued."""
+
+    @property
+    def lead_layers(self) -> int:
+        return len(self._marks)
+
+    def stride(self, layers: int) -> int:
+        return layers
+
+    def wants_more(self) -> bool:
+        return True

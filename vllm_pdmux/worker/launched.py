@@ -18,8 +18,6 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_pdmux.messages import LaneReport
 
-NEVER = -10
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -45,21 +43,19 @@ class Launched(NamedTuple):
 
 
 class LaunchedBatches:
-    """In order. `is_done` says whether an output can be read without waiting."""
+    """In order. `is_done` says whether an output can be read without waiting.
+
+    Of several ranks one is asked for its outputs. On the others nothing is taken: there the scheduler's word that a
+    batch has left the lane, which `drop` passes on, is the first that is heard of it.
+    """
 
     def __init__(self, is_done: Callable[[Any], bool]):
         self._is_done = is_done
         self._batches: list[Launched] = []
         self._lock = threading.Lock()
-        self.last_taken_step = NEVER  # the step whose output has said that a batch has ended
 
     def __len__(self) -> int:
         return len(self._batches)
-
-    def is_empty_since(self, step: int) -> bool:
-        """Whether there is none, and none was taken by the step `step` or a later one."""
-        with self._lock:
-            return not self._batches and self.last_taken_step < step
 
     def all(self) -> list[Launched]:
         """Those that no step has reported yet."""
@@ -90,9 +86,7 @@ class LaunchedBatches:
                 return None
             if first is not awaited and first.error is None and not self._is_done(first.output):
                 return None
-            self._batches.pop(0)
-            self.last_taken_step = step
-            return first
+            return self._batches.pop(0)
 
 
 class PendingReport:

@@ -13,6 +13,7 @@ from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_pdmux.messages import LaneReport, PrefillOrder, Run
 from vllm_pdmux.policy import ALL_LAYERS
+from vllm_pdmux.worker.communicators import LaneCommunicators
 from vllm_pdmux.worker.handover import handover_for
 from vllm_pdmux.worker.lane import Lane, SerialLane, ThreadedLane
 from vllm_pdmux.worker.lane_device import LaneDevice
@@ -25,12 +26,19 @@ logger = init_logger("vllm.pdmux.lane")
 ALONE = 0  # the group with all SMs for prefill
 
 
-def build_lane(kind: str, keep_thread: bool) -> Lane:
+def build_lane(kind: str, keep_thread: bool, communicators: LaneCommunicators | None) -> Lane:
     """The lane of the setting ``lane``: "threaded" or "serial"."""
     if kind == "serial":
         return SerialLane()
-    state = ProcessState()
+    state = ProcessState(communicators)
     return ThreadedLane(switch_in=state.swap, switch_out=state.swap, keep_thread=keep_thread)
+
+
+class RankFailed(SystemExit):
+    """Ends the process of a rank, and with it the engine: the other ranks cannot be told to leave a collective.
+
+    No Exception, for vLLM would go on without this rank's part, and the others would wait for it.
+    """
 
 
 class PrefillLane:
@@ -39,23 +47,29 @@ class PrefillLane:
     A batch is queued, then current (its layers are being launched), then launched (no step has reported its end).
     Called from the worker's thread only, between or after the decode lane's work, never during it; reports become whole
     on whatever thread waits for the outputs of steps.
+
+    With several ranks each has such a lane, and all launch the same: what is launched, and which requests a runner
+    knows, follows from the orders alone.
     """
 
-    def __init__(self, decode_runner: Any, kind: str, device: LaneDevice):
+    def __init__(
+        self, decode_runner: Any, kind: str, device: LaneDevice, communicators: LaneCommunicators | None = None
+    ):
         self._decode_runner = decode_runner
         self._device = device
         self._handover = handover_for(decode_runner.vllm_config)
-        self._lane = build_lane(kind, device.keep_thread)
+        self._lane = build_lane(kind, device.keep_thread, communicators)
         with use_workspace_lane(device.workspace):  # some attention backends reserve scratch when they are built
             self._runner, self._view = build_prefill_runner(decode_runner, self._at_layer)
         self._queue: deque[Batch] = deque()
         self._admitted_at: Any = None  # the moment of the device before the step that brings a batch
         self._current: Batch | None = None
         self._launched = LaunchedBatches(lambda output: self._device.is_done(output))
+        self._in_lane: dict[int, Batch] = {}  # of which no order has said that they have left it
         self._step = 0
         self._order, self._decoding = PrefillOrder(), 0  # of the last step
         self._finished_req_ids: set[str] = set()  # finished while their batch was in the lane
-        self._is_async = decode_runner.vllm_config.scheduler_config.async_scheduling
+        self._is_one_of_many = decode_runner.vllm_config.parallel_config.world_size > 1
 
     def before_decode(self, output: SchedulerOutput, order: PrefillOrder) -> None:
         """What must happen before the decode lane runs the step `output`: drops, and requests that change lanes."""
@@ -63,6 +77,7 @@ class PrefillLane:
         self._order, self._decoding = order, len(output.num_scheduled_tokens)
         if order.drop is not None:
             self._drop(order.drop)
+        self._forget_batches(order.ended)
         self._finished_req_ids |= self._handover.gone(output)
         self._forget_finished()
         self._handover.move(output.num_scheduled_tokens, self._runner, self._decode_runner)
@@ -75,12 +90,15 @@ class PrefillLane:
         `wait`: nothing decodes, so the step reports the end of a batch that is launched even if that has to be waited
         for. The first batch is then run to its end on all SMs, and no other: what decodes after it would wait for that.
         Nor is it where requests of a batch before it are about to decode: under asynchronous scheduling this step was
-        scheduled without knowing what the one before has reported, which it may have on another thread already.
+        scheduled without knowing what the one before has reported. So the scheduler must know of all before it.
         """
         if order.start is not None:
             assert order.batch_id is not None
-            self._queue.append(Batch(order.batch_id, order.start, order.grammar, self._admitted_at))
-        to_its_end = wait and self._launched.is_empty_since(self._step - self._is_async)
+            batch = Batch(order.batch_id, order.start, order.grammar, self._admitted_at)
+            self._queue.append(batch)
+            self._in_lane[batch.id] = batch
+        next_id = self._current.id if self._current is not None else self._queue[0].id if self._queue else None
+        to_its_end = wait and next_id == order.ended + 1
         self._device.use(ALONE if to_its_end else order.group, self._runner)
         if self._current is None and self._queue:
             self._begin(self._queue.popleft())
@@ -193,6 +211,8 @@ class PrefillLane:
             assert self._current is not None
             req_ids = ", ".join(self._current.req_ids)
             logger.exception("prefill batch %s failed; its requests are %s", self._current.id, req_ids)
+            if self._is_one_of_many:
+                raise RankFailed(f"prefill failed on one rank, and others may wait for it: {error}") from error
             self._device.drop()  # its blocks will be free, and layers may be queued that write to them
             return None, f"{type(error).__name__}: {error}"
 
@@ -201,14 +221,17 @@ class PrefillLane:
             self._lane.drop()
             self._current = None
         self._queue = deque(batch for batch in self._queue if batch.id > last_id)
-        self._launched.drop(last_id)
+        self._forget_batches(last_id)
         self._device.drop()
+
+    def _forget_batches(self, last_id: int) -> None:
+        """Those up to this one have left the lane."""
+        self._launched.drop(last_id)
+        self._in_lane = {batch_id: batch for batch_id, batch in self._in_lane.items() if batch_id > last_id}
 
     def _forget_finished(self) -> None:
         if not self._finished_req_ids:
             return
-        launched = [one.batch for one in self._launched.all()]
-        batches = [*self._queue, *([self._current] if self._current else []), *launched]
-        in_lane = {req_id for batch in batches for req_id in batch.req_ids}
+        in_lane = {req_id for batch in self._in_lane.values() for req_id in batch.req_ids}
         self._handover.forget(self._finished_req_ids - in_lane, self._runner)
         self._finished_req_ids &= in_lane

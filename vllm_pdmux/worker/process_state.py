@@ -8,6 +8,8 @@ from typing import Any
 
 import vllm.forward_context as forward_context
 
+from vllm_pdmux.worker.communicators import LaneCommunicators
+
 # Scratch on the device that a module keeps for the whole process: samplings of two lanes overlap on a GPU, and would
 # write to the same. Modules that are not loaded, or that have no such name, have no such scratch.
 SCRATCH = (
@@ -22,10 +24,12 @@ class ProcessState:
 
     vLLM holds the forward context in one module global for the whole process, so a suspended forward pass would
     otherwise find the decode lane's attention metadata when it continues. Scratch is looked up when a kernel is
-    launched, so each lane finds the dictionary that is there while it runs.
+    launched, so each lane finds the dictionary that is there while it runs. With several ranks the prefill lane has
+    `communicators` of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, communicators: LaneCommunicators | None = None) -> None:
+        self._communicators = communicators
         self._away: forward_context.ForwardContext | None = None
         self._scratch: dict[tuple[str, str], dict[Any, Any]] = {}
 
@@ -38,3 +42,5 @@ class ProcessState:
                 kept = self._scratch.get(name, {})
                 self._scratch[name] = getattr(module, attribute)
                 setattr(module, attribute, kept)
+        if self._communicators is not None:
+            self._communicators.swap()

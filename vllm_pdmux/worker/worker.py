@@ -15,6 +15,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_pdmux.activation import settings_of
 from vllm_pdmux.beneath import WorkerBeneath
 from vllm_pdmux.messages import PrefillOrder, attach_report, order_of
+from vllm_pdmux.worker.communicators import LaneCommunicators
 from vllm_pdmux.worker.lane_device import HostDevice, LaneDevice
 from vllm_pdmux.worker.launched import PendingReport
 from vllm_pdmux.worker.prefill_lane import PrefillLane
@@ -59,13 +60,25 @@ class PDMuxWorkerMixin(WorkerBeneath):
 
     _prefill_lane: PrefillLane | None = None
     _watchdog: Watchdog | None = None
+    _communicators: LaneCommunicators | None = None  # of the prefill lane, where there are several ranks
     _order: PrefillOrder = _NOTHING  # of the step between execute_model and sample_tokens
+
+    def init_device(self) -> None:
+        super().init_device()
+        is_one_of_many = self.vllm_config.parallel_config.world_size > 1
+        if is_one_of_many and settings_of(self.vllm_config).lane != "serial":  # in which nothing overlaps
+            self._communicators = LaneCommunicators()  # before memory is measured, since they take some
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        if self._communicators is not None:
+            self._communicators.check(self.model_runner.get_model())
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         settings = settings_of(self.vllm_config)
         runner = self.model_runner
-        lane = self._prefill_lane = PrefillLane(runner, settings.lane, self._lane_device())
+        lane = self._prefill_lane = PrefillLane(runner, settings.lane, self._lane_device(), self._communicators)
         logger.info(
             "PD-multiplexing worker: %s, Model Runner %s, lane %s",
             type(self).__name__,
@@ -107,6 +120,8 @@ class PDMuxWorkerMixin(WorkerBeneath):
             self._watchdog.close()
         if self._prefill_lane is not None:
             self._prefill_lane.close()
+        if self._communicators is not None:
+            self._communicators.destroy()
         super().shutdown()
 
     def _advance(self, output: Any, nothing_decodes: bool) -> Any:
