@@ -127,7 +127,6 @@ def test_our_scheduler_with_enabled_false_is_a_contradiction():
 
 USED = {  # feature: the setting that uses it, its value, how the message shows it
     "pipeline parallelism": ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
-    "tensor parallelism": ("parallel_config.tensor_parallel_size", 4, "tensor_parallel_size=4"),
     "data parallelism": ("parallel_config.data_parallel_size", 2, "data_parallel_size=2"),
     "decode context parallelism": ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=2"),
     "prefill context parallelism": (
@@ -162,7 +161,6 @@ def servable():
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
-            tensor_parallel_size=1,
             data_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
@@ -225,7 +223,9 @@ def test_everything_that_is_refused_is_reported_at_once():
 REFUSED = {
     "tensor parallelism": (
         {"tensor_parallel_size": 3},
-        "tensor parallelism (tensor_parallel_size=3) is not supported: set --tensor-parallel-size 1",
+        "tensor parallelism (tensor_parallel_size=3) is not supported: set --tensor-parallel-size 1, or the setting "
+        "experimental_tensor_parallel to true to try it: it has been tested on CPUs with two processes and has not been "
+        "run on several GPUs",
     ),
     "speculative decoding": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},

@@ -27,7 +27,7 @@ def test_a_batch_is_reported_when_it_has_ended_and_once(batches):
     batches.add(one)
     assert batches.take(1, None) is None and len(batches) == 1
     one.output.done = True
-    assert batches.take(2, None) is one and batches.last_taken_step == 2
+    assert batches.take(2, None) is one
     assert batches.take(2, None) is None and not len(batches)
 
 
@@ -56,15 +56,6 @@ def test_one_that_is_awaited_is_reported_though_it_has_not_ended_but_no_other(ba
     assert batches.take(1, second) is None
     assert batches.take(1, first) is first
     assert batches.take(2, first) is None  # reported already: its step waits for nothing else
-
-
-def test_it_is_empty_since_the_step_after_the_one_that_took_the_last(batches):
-    assert batches.is_empty_since(0)
-    batches.add(launched(0))
-    assert not batches.is_empty_since(5)
-    batches.all()[0].output.done = True
-    batches.take(4, None)
-    assert [batches.is_empty_since(step) for step in (3, 4, 5)] == [False, False, True]
 
 
 def test_one_that_raised_is_reported_at_once(batches):

@@ -13,7 +13,7 @@ V2_ONLY = "sharing disjoint needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNE
 
 
 def settings(backend="auto", sharing="capped"):
-    return SimpleNamespace(backend=backend, sharing=sharing, calibration="auto")
+    return SimpleNamespace(backend=backend, sharing=sharing, calibration="auto", experimental_tensor_parallel=False)
 
 
 def engine(mode="FULL_AND_PIECEWISE", v2=True):
@@ -21,7 +21,11 @@ def engine(mode="FULL_AND_PIECEWISE", v2=True):
     from vllm.config import CUDAGraphMode
 
     mode = None if mode is None else CUDAGraphMode[mode]
-    return SimpleNamespace(use_v2_model_runner=v2, compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    return SimpleNamespace(
+        use_v2_model_runner=v2,
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
 
 
 class TestOnACPU:
