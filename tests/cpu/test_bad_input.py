@@ -224,8 +224,8 @@ REFUSED = {
     "tensor parallelism": (
         {"tensor_parallel_size": 3},
         "tensor parallelism (tensor_parallel_size=3) is not supported: set --tensor-parallel-size 1, or the setting "
-        "experimental_tensor_parallel to true to try it: it has been tested on CPUs with two processes and has not been "
-        "run on several GPUs",
+        "experimental_tensor_parallel to true to try it: it has been tested on CPUs with two processes and has not "
+        "been run on several GPUs",
     ),
     "speculative decoding": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
