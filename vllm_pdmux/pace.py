@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from vllm_pdmux.messages import LaneReport
 
-# An order is under way, or its report is, for so many steps: what the device begins meanwhile must be queued already.
-STEPS_UNDER_WAY = 3
+# An order and its report are under way for three steps, and the device begins layers during the next one too: so many
+# steps' layers must be ordered already.
+STEPS_UNDER_WAY = 4
 FIRST_WINDOW, MARGIN, LONGEST_WINDOW = 4, 2, 48  # layers
 
 
