@@ -74,7 +74,7 @@ REFUSALS = (
     Refusal(
         "all-reduces fused with norms",
         lambda c: c.compilation_config.pass_config.fuse_allreduce_rms and "fuse_allreduce_rms",
-        """set --compilation-config '{"pass_config": {"fuse_allreduce_rms": false}}\'""",
+        "set -cc.pass_config.fuse_allreduce_rms=false",
     ),
     Refusal("FlashInfer's all-reduce", _environment("VLLM_ALLREDUCE_USE_FLASHINFER"), "set it to 0"),
     Refusal("FlashInfer's PCIe all-reduce", _environment("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"), "set it to 0"),

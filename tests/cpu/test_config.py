@@ -77,6 +77,7 @@ def test_nothing_given_is_all_defaults():
         "graph_memory_share": 0.03,
         "graph_capture_s": 30.0,
         "lane": "threaded",
+        "experimental_tensor_parallel": False,
         "trace_steps": 0,
         "trace_file": None,
         "watchdog_s": 120.0,

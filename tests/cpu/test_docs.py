@@ -20,7 +20,7 @@ from markdown_page import Page, rows
 from said_texts import is_said
 
 import vllm_pdmux
-from vllm_pdmux import cli, support
+from vllm_pdmux import cli, support, tensor_parallel
 from vllm_pdmux.config import resolve
 from vllm_pdmux.config_model import FIELDS, PDMuxConfig
 from vllm_pdmux.metrics import definitions
@@ -375,6 +375,11 @@ def test_the_tracks_of_a_trace_are_named(tmp_path):
 def test_the_compatibility_page_has_every_refusal():
     listed = rows(doc("compatibility.md").section("## Refused at start"))
     assert listed == [[refusal.feature, refusal.remedy] for refusal in support.REFUSALS]
+
+
+def test_the_compatibility_page_has_every_refusal_with_tensor_parallelism():
+    listed = rows(doc("compatibility.md").section("## Tensor parallelism"))
+    assert listed == [[refusal.feature, refusal.remedy] for refusal in tensor_parallel.REFUSALS]
 
 
 def test_the_compatibility_page_has_every_version():
