@@ -18,6 +18,8 @@ from rank_extension import Collective, RankExtension
 from tokens import assert_same
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.interface import PauseState
+from watch import fuse_now_and_then
 
 PREFILLS = int(os.environ.get("PDMUX_PREFILLS", "60"))
 RANKS, SLOW_S = 2, 0.05
@@ -242,6 +244,32 @@ def test_reset_of_running_requests_in_the_lane(two, stock_said):
 
     assert_same(two.run(SCENES["a prompt beside decode"], reset), stock_said["a prompt beside decode"])
     assert resets == [True]
+
+
+def test_pause_in_the_lane(two, stock_said):
+    """Nothing of the lane is kept, and its requests begin again when the engine goes on."""
+    two.set_layers_per_group(1)
+    paused_at = []
+
+    def pause(driver):
+        if not paused_at and driver.in_lane("long"):
+            driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            paused_at.append(driver.step_number)
+        elif paused_at and driver.step_number == paused_at[0] + 3:
+            driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    assert_same(two.run(SCENES["a prompt beside decode"], pause), stock_said["a prompt beside decode"])
+    assert paused_at
+
+
+@pytest.mark.parametrize("fused", [(40, 3), (200, 2)])
+def test_fused_steps_in_between(two, stock_said, fused):
+    two.set_layers_per_group(3)
+    fuse_now_and_then(two.scheduler, fused)
+    assert_same(two.run(SCENES["one after the other"]), stock_said["one after the other"])
+    two.scheduler._observer = None
+    kinds = {step.kind for step in two.scheduler.pdmux_trace.steps}
+    assert {"beside", "fused"} <= kinds
 
 
 def test_preemption(two, stock_said):

@@ -134,8 +134,8 @@ def test_disjoint_is_refused_on_a_gpu(sharing):
 
 def test_a_real_start_without_the_setting_is_refused():
     assert message_of(resolve(REAL)) == refusal_of(
-        f"tensor parallelism (tensor_parallel_size={RANKS}) is not supported: set --tensor-parallel-size 1, or the setting "
-        f"{tensor_parallel.SETTING} to true to try it: {tensor_parallel.UNPROVEN}"
+        f"tensor parallelism (tensor_parallel_size={RANKS}) is not supported: set --tensor-parallel-size 1, or the "
+        f"setting {tensor_parallel.SETTING} to true to try it: {tensor_parallel.UNPROVEN}"
     )
 
 
