@@ -24,7 +24,7 @@ from watch import fuse_now_and_then
 PREFILLS = int(os.environ.get("PDMUX_PREFILLS", "60"))
 RANKS, SLOW_S = 2, 0.05
 PER_ROUND = 20
-LAYER_GROUPS = [1, 3, 1000]
+LAYER_GROUPS = [1, 3]
 SMALL_KV = 20  # blocks: three of the longest requests do not fit
 HANGS_S = "120"  # after which a step is an error
 TWO_RANKS = {
