@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pdmux.beneath import SchedulerBeneath
+from vllm_pdmux.kv_events import not_announced
 from vllm_pdmux.messages import LaneReport
 from vllm_pdmux.metrics.counters import Counters
 from vllm_pdmux.metrics.definitions import DROPPED, FAILED
@@ -54,6 +55,7 @@ class Leaving(SchedulerBeneath):
         if report.output is None:
             return self._fail(batch, report.error or "unknown error")
         output = batch.output_for(self.requests)
+        self.kv_cache_manager.block_pool.kv_event_queue.extend(batch.stored_events)
         with self._muted_stats():
             outputs = super().update_from_output(output, report.output)
         self._free_held(batch)
@@ -63,9 +65,9 @@ class Leaving(SchedulerBeneath):
 
     def _fail(self, batch: PrefillBatch, error: str) -> dict[int, EngineCoreOutputs]:
         """End the requests of a batch that raised; the engine goes on."""
+        alive = self._leave_lane(batch)
         if self._batches:  # what follows may have hit its blocks: back to the queue
             self._preempt(self._drop_batches())
-        alive = self._leave_lane(batch)
         if self._counters is not None:
             self._counters.batches_left(FAILED)
         logger.error("prefill failed (%s); ended with an error: %s", error, ", ".join(r.request_id for r in alive))
@@ -104,6 +106,8 @@ class Leaving(SchedulerBeneath):
             request.num_stale_output_tokens = min(request.num_stale_output_tokens, request.num_in_flight_tokens)
             block_ids.update(i for group in self.kv_cache_manager.get_block_ids(request.request_id) for i in group)
         # vLLM has committed the hashes of blocks that were never computed.
+        with not_announced(self.kv_cache_manager.block_pool):
+            self.kv_cache_manager.evict_blocks(batch.new_blocks)
         self.kv_cache_manager.evict_blocks(block_ids)
         self._free_held(batch)
         return alive

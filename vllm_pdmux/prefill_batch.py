@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -20,6 +21,8 @@ class PrefillBatch:
     requests: dict[str, Request]
     grammar: GrammarOutput | None
     work: float  # see policy.PromptWork
+    stored_events: list[KVCacheEvent]  # published when it has ended
+    new_blocks: set[int]  # ids of those that it writes to: not announced as stored before it has ended
     layers_launched: int = 0  # as far as reports have come
     held_blocks: list[list[KVCacheBlock]] = field(default_factory=list)  # of requests that ended meanwhile
 

@@ -27,6 +27,7 @@ from vllm_pdmux.activation import require_active, settings_of
 from vllm_pdmux.admission import Admission
 from vllm_pdmux.calibration.chosen import chosen_profile, prior_of
 from vllm_pdmux.hiding import Hiding
+from vllm_pdmux.kv_events import blocks_to_compute, stored_set_aside
 from vllm_pdmux.leaving import Leaving
 from vllm_pdmux.loads import Loads
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
@@ -217,7 +218,7 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
 
     def _begin_batch(self) -> tuple[PrefillBatch | None, set[str]]:
         """Let the prefill view admit a batch; the ids of requests that it preempted."""
-        batch = None
+        batch, pool = None, self.kv_cache_manager.block_pool
         begun = self._half_done()
         self._overtaken = not self._overtaken and self._is_overtaken(begun)
         prefilling = begun[1:] if self._overtaken else begun
@@ -227,17 +228,22 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         self.max_num_active_reqs = max(0, max_active - len(others))
         self.prev_step_scheduled_req_ids = self._prefill_prev_step
         try:
-            with self._visible(prefilling, hidden_before=others), self._limited_to(self._admission.most_tokens):
+            most_tokens, visible = self._admission.most_tokens, self._visible(prefilling, hidden_before=others)
+            with visible, self._limited_to(most_tokens), stored_set_aside(pool) as stored:
                 output = super().schedule()
         finally:
             self.max_num_active_reqs, self.prev_step_scheduled_req_ids = max_active, prev_step
         if output.total_num_scheduled_tokens > 0:
             grammar = own_grammar(self.get_grammar_bitmask(output))
             requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
+            new_blocks = blocks_to_compute(output, requests, self.kv_cache_manager)
             output = self._localise(output, PREFILL)
-            batch = PrefillBatch(self._next_batch_id, output, requests, grammar, self._work_of(output))
+            work = self._work_of(output)
+            batch = PrefillBatch(self._next_batch_id, output, requests, grammar, work, stored, new_blocks)
             self._batches.append(batch)
             self._next_batch_id += 1
+        else:
+            pool.kv_event_queue.extend(stored)  # of blocks that a request has hit which found no room
         return batch, output.preempted_req_ids or set()
 
     def _schedule_decode(self) -> SchedulerOutput:

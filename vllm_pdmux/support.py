@@ -43,6 +43,10 @@ def _model_flag(name: str) -> Callable[[VllmConfig], object]:
     return lambda config: getattr(config.model_config, name) and f"model {config.model_config.model}"
 
 
+def _has_kv_events(config: VllmConfig) -> bool:
+    return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
+
+
 REFUSALS = (
     Refusal("pipeline parallelism", _more_than_one("pipeline_parallel_size"), "set --pipeline-parallel-size 1"),
     Refusal("data parallelism", _more_than_one("data_parallel_size"), "start one server per GPU instead"),
@@ -83,6 +87,11 @@ REFUSALS = (
     ),
     Refusal("prompt embeddings", _model_flag("enable_prompt_embeds"), "drop --enable-prompt-embeds"),
     Refusal("models with Mamba or linear-attention layers", _model_flag("is_hybrid"), "use an attention-only model"),
+    Refusal(
+        "KV events of models with sliding windows",
+        lambda c: _has_kv_events(c) and c.model_config.get_sliding_window() and f"model {c.model_config.model}",
+        "drop --kv-events-config",
+    ),
     Refusal("attention-free models", _model_flag("is_attention_free"), "use an attention model"),
     Refusal(
         "fast prefill with KV sharing",

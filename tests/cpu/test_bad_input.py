@@ -145,6 +145,11 @@ USED = {  # feature: the setting that uses it, its value, how the message shows 
     "multimodal inputs": ("model_config.supports_multimodal_inputs", True, "model some/model"),
     "prompt embeddings": ("model_config.enable_prompt_embeds", True, "model some/model"),
     "models with Mamba or linear-attention layers": ("model_config.is_hybrid", True, "model some/model"),
+    "KV events of models with sliding windows": (
+        "model_config.get_sliding_window",
+        lambda: 4096,
+        "model some/model",
+    ),
     "attention-free models": ("model_config.is_attention_free", True, "model some/model"),
     "fast prefill with KV sharing": ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
     "prompts that may not be split": (
@@ -175,6 +180,7 @@ def servable():
             enable_prompt_embeds=False,
             is_hybrid=False,
             is_attention_free=False,
+            get_sliding_window=lambda: None,
         ),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
@@ -183,6 +189,7 @@ def servable():
         ec_transfer_config=None,
         speculative_config=None,
         lora_config=None,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
     )
 
 
