@@ -147,7 +147,8 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.config.cache", "CacheConfig", "kv_sharing_fast_prefill", "support"),
     *_all("vllm.config.kv_transfer", "KVTransferConfig", "kv_connector", "support"),
     *_all("vllm.config.speculative", "SpeculativeConfig", "method", "support"),
-    *_all("vllm.config.vllm", "VllmConfig", "kv_events_config", "support"),
+    *_all("vllm.config.vllm", "VllmConfig", "kv_events_config device_config", "support"),
+    *_all("vllm.config.device", "DeviceConfig", "device_type", "support"),
     *_all("vllm.config.kv_events", "KVEventsConfig", "enable_kv_cache_events", "support"),
     *_all("vllm.config.model", "ModelConfig", "get_sliding_window", "support"),
     # The worker and its V1 runner.

@@ -43,6 +43,12 @@ def _model_flag(name: str) -> Callable[[VllmConfig], object]:
     return lambda config: getattr(config.model_config, name) and f"model {config.model_config.model}"
 
 
+def _on_gpu(config: VllmConfig) -> bool:
+    """What is proven on the CPU build alone is refused elsewhere."""
+    on_gpu: bool = config.device_config.device_type == "cuda"
+    return on_gpu
+
+
 def _has_kv_events(config: VllmConfig) -> bool:
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
@@ -85,7 +91,11 @@ REFUSALS = (
         _model_flag("supports_multimodal_inputs"),
         "serve it for text alone with --language-model-only",
     ),
-    Refusal("prompt embeddings", _model_flag("enable_prompt_embeds"), "drop --enable-prompt-embeds"),
+    Refusal(
+        "prompt embeddings on a GPU",
+        lambda c: _on_gpu(c) and c.model_config.enable_prompt_embeds and f"model {c.model_config.model}",
+        "drop --enable-prompt-embeds",
+    ),
     Refusal("models with Mamba or linear-attention layers", _model_flag("is_hybrid"), "use an attention-only model"),
     Refusal(
         "KV events of models with sliding windows",

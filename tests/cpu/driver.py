@@ -29,7 +29,7 @@ class Arrival:
     """A request that arrives before engine step `step`."""
 
     name: str
-    prompt: Sequence[int]
+    prompt: Sequence[int] | dict[str, Any]  # token ids, or one of vLLM's prompts
     params: Any
     step: int = 0
     priority: int = 0
@@ -78,7 +78,9 @@ class Driver:
         return results
 
     def add(self, arrival: Arrival) -> None:
-        prompt = {"prompt_token_ids": list(arrival.prompt)}
+        prompt = arrival.prompt
+        if not isinstance(prompt, dict):
+            prompt = {"prompt_token_ids": list(prompt)}
         self.engine.add_request(arrival.name, prompt, arrival.params, priority=arrival.priority)
 
     def abort(self, name: str) -> None:

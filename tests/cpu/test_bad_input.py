@@ -143,7 +143,7 @@ USED = {  # feature: the setting that uses it, its value, how the message shows 
     "pooling models": ("model_config.runner_type", "pooling", "--runner pooling"),
     "diffusion models": ("model_config.is_diffusion", True, "model some/model"),
     "multimodal inputs": ("model_config.supports_multimodal_inputs", True, "model some/model"),
-    "prompt embeddings": ("model_config.enable_prompt_embeds", True, "model some/model"),
+    "prompt embeddings on a GPU": ("model_config.enable_prompt_embeds", True, "model some/model"),
     "models with Mamba or linear-attention layers": ("model_config.is_hybrid", True, "model some/model"),
     "KV events of models with sliding windows": (
         "model_config.get_sliding_window",
@@ -189,6 +189,7 @@ def servable():
         ec_transfer_config=None,
         speculative_config=None,
         lora_config=None,
+        device_config=SimpleNamespace(device_type="cuda"),
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
     )
 

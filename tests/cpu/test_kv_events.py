@@ -2,7 +2,9 @@
 """What a consumer of KV events may believe: that a block is cached and computed; in the end the same as of stock."""
 
 from collections import Counter
+from types import SimpleNamespace
 
+import async_engine
 import pytest
 from driver import Arrival, prompt
 from vllm import SamplingParams
@@ -108,15 +110,10 @@ def run(driver, arrivals, hook=None):
 
     driver.run(arrivals, check)
     driver.settle()
-    publish_what_is_left(driver)
+    if left := driver.scheduler.kv_cache_manager.take_events():  # they wait for the next step
+        consumer.publish(SimpleNamespace(events=left))
     assert consumer.believed == cached(driver)
     return consumer.events, any(seen)
-
-
-def publish_what_is_left(driver):
-    events = driver.scheduler.kv_cache_manager.take_events()
-    if events:
-        driver.scheduler.kv_event_publisher.publish(type("Batch", (), {"events": events}))
 
 
 def chats(n=3):
@@ -252,3 +249,67 @@ def test_a_batch_that_fails_was_never_announced(consumers):
         lane._view._at_layer = original
     tokens = prompt(200, 100)
     assert broken and ("stored", tuple(tokens[:BLOCK])) not in {(event[0], event[-1]) for event in events}
+
+
+# --- asynchronous scheduling, and a batch behind one in the lane ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tiny_model_path):
+    engine = async_engine.Engine(tiny_model_path, {}, use_v2=True)
+    manager = engine.scheduler.kv_cache_manager
+    manager.enable_kv_cache_events = manager.block_pool.enable_kv_cache_events = True
+    return engine
+
+
+@pytest.mark.parametrize("aborted", [(), ("first",), ("first", "second")], ids=lambda names: f"{len(names)} aborted")
+def test_a_batch_that_hits_blocks_of_the_one_before_it_in_the_lane(asynchronous, aborted):
+    engine = asynchronous.fresh(layers=1, batches=2)
+    engine.scheduler.kv_cache_manager.take_events()
+    engine.scheduler.kv_event_publisher = Consumer()
+    arrivals = [
+        *[async_engine.Arrival(f"chat{i}", prompt(20 + 37 * i, i), 40) for i in range(3)],
+        async_engine.Arrival("first", [*SHARED, *prompt(40, 8)], 5, 5),
+        async_engine.Arrival("second", [*SHARED, *prompt(60, 9)], 5, 7),
+    ]
+    both = []
+
+    def hook(engine):
+        if engine.in_lane("first") and engine.in_lane("second") and not both:
+            both.append(True)
+            for name in aborted:
+                engine.abort(name)
+
+    events, _ = run(engine, arrivals, hook)
+    assert both
+    shared = [event for event in events if event[0] == "stored" and event[2] == tuple(SHARED[:BLOCK])]
+    assert len(shared) == (len(aborted) < 2)
+    engine.assert_nothing_left()
+
+
+def test_a_batch_fails_of_which_the_one_behind_it_has_hit_blocks(asynchronous):
+    """Its blocks were never announced, so they are not removed, whichever of the two batches leaves first."""
+    engine = asynchronous.fresh(layers=1, batches=2)
+    engine.scheduler.kv_cache_manager.take_events()
+    engine.scheduler.kv_event_publisher = Consumer()
+    lane = engine.worker._prefill_lane
+    original, broken = lane._view._at_layer, []
+
+    def fail():
+        if engine.in_lane("second") and not broken:
+            broken.append(True)
+            raise RuntimeError("injected")
+        original()
+
+    lane._view._at_layer = fail
+    arrivals = [
+        *[async_engine.Arrival(f"chat{i}", prompt(20 + 37 * i, i), 40) for i in range(3)],
+        async_engine.Arrival("first", [*SHARED, *prompt(40, 8)], 5, 5),
+        async_engine.Arrival("second", [*SHARED, *prompt(60, 9)], 5, 7),
+    ]
+    try:
+        run(engine, arrivals)
+    finally:
+        lane._view._at_layer = original
+    assert broken and engine.reasons["first"] == "error" and engine.tokens["second"] == arrivals[-1].answer
+    engine.assert_nothing_left()
