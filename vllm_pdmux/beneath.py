@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import LoRAConfig, ParallelConfig, VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         use_v2_model_runner: bool
         log_stats: bool
         policy: SchedulingPolicy
+        lora_config: LoRAConfig | None
         block_size: int
         requests: dict[str, Request]
         running: list[Request]
@@ -73,6 +75,11 @@ if TYPE_CHECKING:
         def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None: ...
         def execute_model(self, scheduler_output: SchedulerOutput) -> Any: ...
         def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any: ...
+        def add_lora(self, lora_request: LoRARequest) -> bool: ...
+        def remove_lora(self, lora_id: int) -> bool: ...
+        def pin_lora(self, lora_id: int) -> bool: ...
+        def reload_weights(self, *args: Any, **kwargs: Any) -> None: ...
+        def finish_weight_update(self) -> None: ...
         def shutdown(self) -> None: ...
 else:
     SchedulerBeneath = WorkerBeneath = object

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.request import Request
 
+from vllm_pdmux.adapters import adapter_of, fitting_adapters, in_their_places
 from vllm_pdmux.beneath import SchedulerBeneath
 
 
@@ -40,6 +41,35 @@ class Hiding(SchedulerBeneath):
             preempted, self.waiting, self.kv_holding_waiting = list(self.waiting), waiting, kv_holding
             for request in reversed(preempted):
                 self.waiting.prepend_request(request)
+
+    @contextmanager
+    def _only_fitting_adapters(self) -> Iterator[None]:
+        """Requests whose adapter of LoRA finds no slot do not wait; afterwards they do again, in their places.
+
+        Stock counts the adapters of the requests that it sees, but those that are hidden have slots too.
+        """
+        if self.lora_config is None:
+            yield
+            return
+        queues = self.waiting, self.kv_holding_waiting
+        held = {adapter_of(request) for request in self.running}
+        fitting = fitting_adapters(held, [*queues[1], *queues[0]], self.lora_config.max_loras)
+        self.waiting, self.kv_holding_waiting = (
+            self._queue_of(request for request in queue if adapter_of(request) in fitting) for queue in queues
+        )
+        try:
+            yield
+        finally:
+            self.waiting, self.kv_holding_waiting = (
+                self._queue_of(in_their_places(queue, left, fitting))
+                for queue, left in zip(queues, (self.waiting, self.kv_holding_waiting), strict=True)
+            )
+
+    def _queue_of(self, requests: Iterable[Request]) -> RequestQueue:
+        queue = create_request_queue(self.policy)
+        for request in requests:
+            queue.add_request(request)
+        return queue
 
     @contextmanager
     def _muted_stats(self) -> Iterator[None]:

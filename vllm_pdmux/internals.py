@@ -36,6 +36,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 
+_LORA = "vllm.lora.model_manager"
 _LOGGERS = "vllm.v1.metrics.loggers"
 
 _MEASURE, _STAT_LOGGER = "calibration.measure", "metrics.stat_logger"
@@ -45,7 +46,12 @@ INTERNALS: tuple[Internal, ...] = (
     *_all(_SCHEDULER, "Scheduler", "schedule update_from_output shutdown", "scheduler"),
     *_all(_SCHEDULER, "Scheduler", "finish_requests reset_prefix_cache set_pause_state has_requests", "leaving"),
     *_all(_SCHEDULER, "Scheduler", "_free_request_blocks _preempt_request", "leaving"),
-    *_all(_SCHEDULER, "Scheduler", "make_stats policy", "hiding"),
+    *_all(_SCHEDULER, "Scheduler", "make_stats policy lora_config", "hiding"),
+    *_all("vllm.v1.core.sched.request_queue", "", "RequestQueue", "hiding"),
+    *_all("vllm.v1.core.sched.request_queue", "RequestQueue", "add_request", "hiding"),
+    *_all("vllm.config.lora", "LoRAConfig", "max_loras", "hiding"),
+    *_all("vllm.v1.request", "Request", "lora_request", "adapters"),
+    *_all("vllm.lora.request", "LoRARequest", "lora_int_id", "adapters"),
     *_all(_SCHEDULER, "Scheduler", "get_grammar_bitmask _pause_state", "scheduler"),
     *_all(_SCHEDULER, "Scheduler", "requests running waiting kv_holding_waiting", "scheduler"),
     *_all(_SCHEDULER, "Scheduler", "num_waiting_for_streaming_input max_num_active_reqs", "scheduler"),
@@ -154,6 +160,9 @@ INTERNALS: tuple[Internal, ...] = (
     # The worker and its V1 runner.
     *_all("vllm.v1.worker.gpu_worker", "Worker", "initialize_from_config execute_model", "worker.worker"),
     *_all("vllm.v1.worker.gpu_worker", "Worker", "sample_tokens shutdown", "worker.worker"),
+    *_all("vllm.v1.worker.gpu_worker", "Worker", "add_lora remove_lora pin_lora reload_weights", "worker.worker"),
+    *_all("vllm.v1.worker.gpu_worker", "Worker", "finish_weight_update", "worker.worker"),
+    *_all("vllm.config.vllm", "VllmConfig", "lora_config", "worker.worker"),
     *_all("vllm.v1.worker.cpu_worker", "", "CPUWorker", "worker.cpu"),
     *_all(_RUNNER, "GPUModelRunner", "execute_model sample_tokens", "worker.prefill_lane"),
     *_all(_RUNNER, "GPUModelRunner", "initialize_kv_cache initialize_kv_cache_tensors", "worker.prefill_runner"),
@@ -165,6 +174,13 @@ INTERNALS: tuple[Internal, ...] = (
     *_all(_RUNNER, "AsyncGPUModelRunnerOutput", "async_copy_ready_event", "worker.lane_device"),
     *_all("vllm.v1.worker.gpu_input_batch", "InputBatch", "remove_request", "worker.handover"),
     *_all("vllm.v1.worker.gpu_input_batch", "InputBatch", "generators num_reqs", "worker.prefill_runner"),
+    # LoRA's table of adapters, and their slots.
+    *_all("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin", "lora_manager", "worker.lora_state"),
+    *_all("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin", "lora_manager", "worker.prefill_runner"),
+    *_all("vllm.lora.worker_manager", "WorkerLoRAManager", "_adapter_manager", "worker.lora_state"),
+    *_all(_LORA, "LoRAModelManager", "punica_wrapper_mapping lora_index_to_id", "worker.lora_state"),
+    *_all(_LORA, "LoRAModelManager", "_last_mapping _last_slot_layout", "worker.lora_state"),
+    *_all("vllm.lora.layers.utils", "LoRAMapping", "prompt_mapping", "worker.lora_state"),
     # Model Runner V2, on GPUs.
     *_all(_RUNNER_V2, "GPUModelRunner", "execute_model sample_tokens", "worker.prefill_lane"),
     *_all(_RUNNER_V2, "GPUModelRunner", "load_model", "worker.prefill_runner"),

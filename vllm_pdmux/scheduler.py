@@ -229,7 +229,12 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         self.prev_step_scheduled_req_ids = self._prefill_prev_step
         try:
             most_tokens, visible = self._admission.most_tokens, self._visible(prefilling, hidden_before=others)
-            with visible, self._limited_to(most_tokens), stored_set_aside(pool) as stored:
+            with (
+                self._only_fitting_adapters(),
+                visible,
+                self._limited_to(most_tokens),
+                stored_set_aside(pool) as stored,
+            ):
                 output = super().schedule()
         finally:
             self.max_num_active_reqs, self.prev_step_scheduled_req_ids = max_active, prev_step

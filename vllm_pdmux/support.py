@@ -78,7 +78,7 @@ REFUSALS = (
         lambda c: c.speculative_config and c.speculative_config.method,
         "drop --speculative-config",
     ),
-    Refusal("LoRA", lambda c: c.lora_config and "--enable-lora", "drop --enable-lora"),
+    Refusal("LoRA on a GPU", lambda c: _on_gpu(c) and c.lora_config and "--enable-lora", "drop --enable-lora"),
     Refusal("encoder-decoder models", _model_flag("is_encoder_decoder"), "use a decoder-only model"),
     Refusal(
         "pooling models",

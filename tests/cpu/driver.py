@@ -33,6 +33,7 @@ class Arrival:
     params: Any
     step: int = 0
     priority: int = 0
+    lora: Any = None  # vLLM's LoRARequest
 
 
 @dataclass
@@ -81,7 +82,8 @@ class Driver:
         prompt = arrival.prompt
         if not isinstance(prompt, dict):
             prompt = {"prompt_token_ids": list(prompt)}
-        self.engine.add_request(arrival.name, prompt, arrival.params, priority=arrival.priority)
+        options = {"priority": arrival.priority, "lora_request": arrival.lora}
+        self.engine.add_request(arrival.name, prompt, arrival.params, **options)
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])

@@ -138,7 +138,7 @@ USED = {  # feature: the setting that uses it, its value, how the message shows 
     "a KV connector": ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector"), "NixlConnector"),
     "an encoder-cache connector": ("ec_transfer_config", SimpleNamespace(), "ec_transfer_config"),
     "speculative decoding": ("speculative_config", SimpleNamespace(method="eagle"), "eagle"),
-    "LoRA": ("lora_config", SimpleNamespace(), "--enable-lora"),
+    "LoRA on a GPU": ("lora_config", SimpleNamespace(), "--enable-lora"),
     "encoder-decoder models": ("model_config.is_encoder_decoder", True, "model some/model"),
     "pooling models": ("model_config.runner_type", "pooling", "--runner pooling"),
     "diffusion models": ("model_config.is_diffusion", True, "model some/model"),
@@ -257,22 +257,22 @@ def test_a_real_start_with_it_is_refused(engine_args, message):
 
 
 def test_a_real_start_with_two_of_them_names_both():
-    assert message_of(resolve(ASKED | {"pipeline_parallel_size": 2, "enable_lora": True})) == refusal_of(
+    assert message_of(resolve(ASKED | {"pipeline_parallel_size": 2, "runner": "pooling"})) == refusal_of(
         "pipeline parallelism (pipeline_parallel_size=2) is not supported: set --pipeline-parallel-size 1",
-        "LoRA (--enable-lora) is not supported: drop --enable-lora",
+        "pooling models (--runner pooling) is not supported: use a generative model",
     )
 
 
 def test_a_setting_that_the_platform_cannot_have_is_named_with_all_that_is_refused():
-    asked = {"additional_config": {"pdmux": {"backend": "cuda"}}, "enable_lora": True}
+    asked = {"additional_config": {"pdmux": {"backend": "cuda"}}, "runner": "pooling"}
     assert message_of(resolve(asked)) == refusal_of(
-        "LoRA (--enable-lora) is not supported: drop --enable-lora",
+        "pooling models (--runner pooling) is not supported: use a generative model",
         "backend cuda needs an NVIDIA GPU: set backend auto",
     )
 
 
 def test_what_is_refused_is_served_by_stock_vllm_when_we_are_not_asked():
-    assert not resolve({"enable_lora": True}).error
+    assert not resolve({"runner": "pooling"}).error
 
 
 # --- the installation -------------------------------------------------------------------------------------------------
@@ -294,8 +294,8 @@ def test_versions_outside_are_refused_and_may_be_tried(version):
 
 def test_allow_untested_allows_nothing_else(monkeypatch):
     monkeypatch.setattr(internals, "missing_from_installed", lambda: [INTERNALS[0]])
-    assert problems(using("LoRA"), ("vllm", "0.31.9"), {"PDMUX_ALLOW_UNTESTED": "1"}) == [
-        "LoRA (--enable-lora) is not supported: drop --enable-lora",
+    assert problems(using("LoRA on a GPU"), ("vllm", "0.31.9"), {"PDMUX_ALLOW_UNTESTED": "1"}) == [
+        "LoRA on a GPU (--enable-lora) is not supported: drop --enable-lora",
         f"vllm 0.31.9 has no {INTERNALS[0].describe()}: install a supported version",
     ]
 

@@ -91,7 +91,7 @@ def test_by_global_by_name_and_by_a_layer_that_has_kept_it_the_lanes_own_is_foun
         by_name = parallel_state.all_reduce(tensor, "tp:0")  # as a compiled graph does
         return {parallel_state.get_tp_group().all_reduce(tensor), kept.all_reduce(tensor), by_name}
 
-    state = ProcessState(LaneCommunicators())
+    state = ProcessState([LaneCommunicators()])
     assert found() == {"tp:0"}
     state.swap()
     assert found() == {"tp:9"} and set(seen(groups.tp).values()) == {"tp:9"}

@@ -4,7 +4,7 @@
 What: they ride in ``SchedulerStats.running_lora_adapters``, under keys with our prefix, and are taken out again before
 vLLM's own loggers see the statistics.
 Why: SchedulerStats has no free field, what is not a field is lost where it is encoded, and vLLM has no other way from a
-scheduler to a front end. LoRA is refused, so the field is empty otherwise.
+scheduler to a front end. A scheduler leaves the field empty; the front end adds the names of adapters to it.
 To be deleted when vLLM lets a scheduler add statistics of its own.
 """
 

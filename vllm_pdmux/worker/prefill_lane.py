@@ -18,6 +18,7 @@ from vllm_pdmux.worker.handover import handover_for
 from vllm_pdmux.worker.lane import Lane, SerialLane, ThreadedLane
 from vllm_pdmux.worker.lane_device import LaneDevice
 from vllm_pdmux.worker.launched import Batch, Launched, LaunchedBatches, PendingReport
+from vllm_pdmux.worker.lora_state import lora_state_of
 from vllm_pdmux.worker.prefill_runner import build_prefill_runner, dummy_prefill
 from vllm_pdmux.worker.process_state import ProcessState
 
@@ -26,11 +27,10 @@ logger = init_logger("vllm.pdmux.lane")
 ALONE = 0  # the group with all SMs for prefill
 
 
-def build_lane(kind: str, keep_thread: bool, communicators: LaneCommunicators | None) -> Lane:
-    """The lane of the setting ``lane``: "threaded" or "serial"."""
+def build_lane(kind: str, keep_thread: bool, state: ProcessState) -> Lane:
+    """The lane of the setting ``lane``: "threaded" or "serial". `state`: what changes hands with control."""
     if kind == "serial":
         return SerialLane()
-    state = ProcessState(communicators)
     return ThreadedLane(switch_in=state.swap, switch_out=state.swap, keep_thread=keep_thread)
 
 
@@ -58,7 +58,9 @@ class PrefillLane:
         self._decode_runner = decode_runner
         self._device = device
         self._handover = handover_for(decode_runner.vllm_config)
-        self._lane = build_lane(kind, device.keep_thread, communicators)
+        self._lora = lora_state_of(decode_runner)
+        state = ProcessState(one for one in (communicators, self._lora) if one is not None)
+        self._lane = build_lane(kind, device.keep_thread, state)
         with use_workspace_lane(device.workspace):  # some attention backends reserve scratch when they are built
             self._runner, self._view = build_prefill_runner(decode_runner, self._at_layer)
         self._queue: deque[Batch] = deque()
@@ -105,6 +107,10 @@ class PrefillLane:
         was_busy = self._device.is_busy()
         runs = self._launch(order.layers, to_its_end) if self._current is not None else ()
         return self._report(runs, was_busy and self._device.is_busy(), wait)
+
+    def finish_current(self) -> None:
+        """Run the batch in progress to its end; the next step reports it."""
+        self._launch(ALL_LAYERS, to_its_end=True)
 
     def warm_up(self, group: int, tokens: int) -> None:
         """Run a prefill batch of `tokens` made-up tokens on the SMs of `group`, so that all it needs there exists."""
@@ -201,7 +207,10 @@ class PrefillLane:
 
     def _at_layer(self) -> None:
         self._device.mark()
+        slots = self._lora.slots() if self._lora is not None else {}
         self._lane.at_layer()
+        if self._lora is not None:
+            self._lora.check(slots)
         self._device.enter()
 
     def _take(self) -> tuple[Any, str | None]:

@@ -18,7 +18,13 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm_pdmux.worker.layer_view import LayerView
 
 # What `load_model` puts on a V1 runner besides the model itself; a runner that is given its model lacks them.
-_SET_BY_LOADING = ("model", "model_memory_usage", "is_multimodal_pruning_enabled", "requires_sequential_video_encoding")
+_SET_BY_LOADING = (
+    "model",
+    "lora_manager",
+    "model_memory_usage",
+    "is_multimodal_pruning_enabled",
+    "requires_sequential_video_encoding",
+)
 
 
 def prefill_config(vllm_config: VllmConfig, view: LayerView) -> VllmConfig:

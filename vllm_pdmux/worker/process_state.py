@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import vllm.forward_context as forward_context
-
-from vllm_pdmux.worker.communicators import LaneCommunicators
 
 # Scratch on the device that a module keeps for the whole process: samplings of two lanes overlap on a GPU, and would
 # write to the same. Modules that are not loaded, or that have no such name, have no such scratch.
@@ -19,17 +18,24 @@ SCRATCH = (
 )
 
 
+class Swapped(Protocol):
+    """Something else of which each lane has its own."""
+
+    def swap(self) -> None:
+        """Exchange what is in place with what is kept."""
+
+
 class ProcessState:
     """Keeps what belongs to the lane that does not run.
 
     vLLM holds the forward context in one module global for the whole process, so a suspended forward pass would
     otherwise find the decode lane's attention metadata when it continues. Scratch is looked up when a kernel is
-    launched, so each lane finds the dictionary that is there while it runs. With several ranks the prefill lane has
-    `communicators` of its own.
+    launched, so each lane finds the dictionary that is there while it runs. `others`: communicators, where there are
+    several ranks, and the adapters of LoRA.
     """
 
-    def __init__(self, communicators: LaneCommunicators | None = None) -> None:
-        self._communicators = communicators
+    def __init__(self, others: Iterable[Swapped] = ()) -> None:
+        self._others = tuple(others)
         self._away: forward_context.ForwardContext | None = None
         self._scratch: dict[tuple[str, str], dict[Any, Any]] = {}
 
@@ -42,5 +48,5 @@ class ProcessState:
                 kept = self._scratch.get(name, {})
                 self._scratch[name] = getattr(module, attribute)
                 setattr(module, attribute, kept)
-        if self._communicators is not None:
-            self._communicators.swap()
+        for other in self._others:
+            other.swap()

@@ -115,6 +115,36 @@ class PDMuxWorkerMixin(WorkerBeneath):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         return self._advance(super().sample_tokens(grammar_output), nothing_decodes=False)
 
+    # What may give another adapter the slot of one that a suspended prompt uses. Each of them stops decode as well.
+
+    def add_lora(self, lora_request: Any) -> bool:
+        self._finish_prefill()
+        return super().add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        self._finish_prefill()
+        return super().remove_lora(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        self._finish_prefill()
+        return super().pin_lora(lora_id)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self._keep_adapters()
+        super().reload_weights(*args, **kwargs)
+
+    def finish_weight_update(self) -> None:
+        self._keep_adapters()
+        super().finish_weight_update()
+
+    def _keep_adapters(self) -> None:
+        if self.vllm_config.lora_config is not None:
+            self._finish_prefill()
+
+    def _finish_prefill(self) -> None:
+        if self._prefill_lane is not None:
+            self._prefill_lane.finish_current()
+
     def shutdown(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
