@@ -6,6 +6,7 @@ Started by other benchmarks as a process that obeys lines of JSON, each of which
     {"cell": "B:C:P", "setting": ..., "prompts": ..., "limit_s": ...}
     {"replay": ..., "setting": ..., "limit_s": ...}     arrivals as in a service
     {"alone": TOKENS}                                   a prompt with nothing decoding
+    {"decode": "B:C", "setting": ..., "steps": ...}     decode with nothing to prefill, and its time on the CPU
     {"streams": "B:C:P", "setting": ...}                how busy each stream of the GPU is, by torch's profiler
     {"calibrate": true}                                 the policy slo of this process
     {"prior": {...}}                                    it begins with this profile, which a calibration has found
@@ -66,6 +67,8 @@ def main() -> None:
 def obey(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
     if "alone" in order:
         return {"prefill_alone_ttft_ms": engine.prefill_alone_ms(order["alone"])}
+    if "decode" in order:
+        return engine.decode(*map(int, order["decode"].split(":")), order["setting"], order["steps"])
     if "streams" in order:
         return engine.streams(*map(int, order["streams"].split(":")), order["setting"])
     if "prior" in order:
@@ -134,6 +137,21 @@ class Engine:
                 self._engine.step()
             times.append((time.perf_counter() - start) * 1e3)
         return sorted(times[1:])[1]
+
+    def decode(self, batch: int, context: int, setting: Any, steps: int) -> dict[str, float]:
+        """ITL of `steps` decode steps with nothing to prefill, and the CPU time of each: of all threads of the process,
+        which schedule, launch, and read what was sampled."""
+        self._use(setting)
+        decoding = self._decoding(batch, context)
+        cpu_s = time.process_time()
+        gaps = self._gaps(decoding, lambda gaps, ended: len(gaps) >= steps)[0]
+        cpu_s = time.process_time() - cpu_s
+        self._end(list(decoding))
+        return {
+            "itl_p50_ms": quantile(gaps, 0.5),
+            "itl_p99_ms": quantile(gaps, 0.99),
+            "cpu_ms_per_step": cpu_s / (len(gaps) + 1) * 1e3,
+        }
 
     def cell(
         self, batch: int, context: int, tokens: int, setting: Any, prompt_count: int, limit_s: float

@@ -73,6 +73,41 @@ def test_a_replay_serves_a_trace_in_every_arm(tmp_path):
     assert all(sum(kind["steps"] for kind in row["steps"].values()) > 0 for row in results["rows"][2:])
 
 
+def test_the_tax_is_measured_in_turns(tmp_path):
+    out = tmp_path / "tax.json"
+    loads = ["--decode", "3:64", "--steps", "10", "--prompt", "200", "--low", "20:3:100:4", "--rounds", "2"]
+    command = [sys.executable, "tax.py", "--shape", "toy", "--kv-gib", "1", "--group", "capped:100", *loads]
+    run = subprocess.run([*command, "--out", str(out)], cwd=BENCHMARKS, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    found = json.loads(out.read_text())
+    assert [row["arm"] for row in found["rows"]] == (["stock"] * 3 + ["pdmux"] * 3) * 2
+    assert all(row["answered"] == 3 for row in found["rows"] if row["load"].startswith("low"))
+    assert [(line["load"].split()[0], line["what"]) for line in found["summary"]] == [
+        ("decode", "itl_p50_ms"),
+        ("decode", "itl_p99_ms"),
+        ("decode", "cpu_ms_per_step"),
+        ("prompt", "ttft_p50_ms"),
+        ("low", "ttft_p50_ms"),
+        ("low", "itl_p50_ms"),
+    ]
+    assert all(line["stock"]["repeats"] == line["pdmux"]["repeats"] == 2 for line in found["summary"])
+    assert all(line["times_stock"] > 0 for line in found["summary"])
+    assert set(found["arms"]) == {"stock", "pdmux"} and found["machine"] and "tax.py" in found["command"]
+
+
+def test_how_the_lanes_slow_each_other_down_is_read_from_what_was_measured():
+    files = sorted(map(str, (BENCHMARKS / "results").glob("frontier-*.json")))
+    command = [sys.executable, "interference.py", *files]
+    run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=60, check=True)
+    rows = [line.strip("| ").split(" | ") for line in run.stdout.splitlines()[2:]]
+    assert len(rows) == 24  # six divisions in four cells
+    by_row = {(division, cell): list(map(float, numbers)) for division, cell, *numbers in rows}
+    alone_ms, decode, prefill, both = by_row["disjoint:84", "32:2048:8192"]
+    assert (alone_ms, decode) == (7.0, pytest.approx(12.7 / 7.0, abs=0.02))
+    assert prefill == pytest.approx(8192 / 0.2175 / 22477, abs=0.03)
+    assert both == pytest.approx(1 / decode + 1 / prefill, abs=0.01)
+
+
 TOGETHER = "--shape toy --groups capped:100 --kv-gib 1"
 
 
