@@ -7,6 +7,8 @@ pace. Only the first one's outputs are read, as vLLM reads them: what the schedu
 
 import copy
 import random
+from collections import deque
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -72,19 +74,48 @@ def on(kind, gpu):
     return Device(gpu, {0: gpu, 1: gpu}, gpu.clock_s)
 
 
+class Output(Future):
+    """Of a step of the first worker; looking at it resolves those before it too, as vLLM's thread does."""
+
+    def __init__(self, resolve):
+        super().__init__()
+        self._resolve = resolve
+
+    def result(self, timeout=None):
+        if not self.done():
+            self._resolve()
+        return super().result()
+
+
 class TwoRanks(StandInExecutor):
-    """Both workers get each message, a copy of their own. The second one's outputs are not looked at."""
+    """Both workers get each message, a copy of their own. The second one's outputs are not looked at.
+
+    The first one's are resolved when the engine asks for them or, as on vLLM's thread, before.
+    """
+
+    worker_class = StandInPDMuxWorker
 
     def _init_executor(self):
         super()._init_executor()
         self.second = self.worker_class(self.vllm_config)
-
-    worker_class = StandInPDMuxWorker
+        self._random, self._unresolved = random.Random(2), deque()
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None, **options):
         if method != "shutdown":
             getattr(self.second, method)(*copy.deepcopy(args), **(kwargs or {}))
-        return super().collective_rpc(method, timeout, args, kwargs, **options)
+        result = super().collective_rpc(method, timeout, args, kwargs, **options)
+        if not options.get("non_block"):
+            return result
+        output = Output(self._resolve)
+        self._unresolved.append((output, result))
+        if self._random.random() < 0.5:
+            self._resolve()
+        return output
+
+    def _resolve(self):
+        while self._unresolved:
+            output, result = self._unresolved.popleft()
+            output.set_result(result.result())
 
 
 class Layers(Unlearning):
