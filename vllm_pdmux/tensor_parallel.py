@@ -76,9 +76,15 @@ REFUSALS = (
         lambda c: c.compilation_config.pass_config.fuse_allreduce_rms and "fuse_allreduce_rms",
         "set -cc.pass_config.fuse_allreduce_rms=false",
     ),
-    Refusal("FlashInfer's all-reduce", _environment("VLLM_ALLREDUCE_USE_FLASHINFER"), "set it to 0"),
-    Refusal("FlashInfer's PCIe all-reduce", _environment("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"), "set it to 0"),
-    Refusal("NCCL's symmetric memory", _environment("VLLM_USE_NCCL_SYMM_MEM"), "set it to 0"),
+    Refusal(
+        "FlashInfer's all-reduce", _environment("VLLM_ALLREDUCE_USE_FLASHINFER"), "set VLLM_ALLREDUCE_USE_FLASHINFER=0"
+    ),
+    Refusal(
+        "FlashInfer's PCIe all-reduce",
+        _environment("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"),
+        "set VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=0",
+    ),
+    Refusal("NCCL's symmetric memory", _environment("VLLM_USE_NCCL_SYMM_MEM"), "set VLLM_USE_NCCL_SYMM_MEM=0"),
     # There the communicator itself is written in the compiled code, not its name.
     Refusal("torch.compile on a CPU", _compiled_on_a_cpu, "set --enforce-eager"),
 )
