@@ -171,6 +171,7 @@ INTERNALS: tuple[Internal, ...] = (
     *_all(_RUNNER, "GPUModelRunner", "requires_sequential_video_encoding model", "worker.prefill_runner"),
     *_all(_RUNNER, "GPUModelRunner", "requests input_batch num_prompt_logprobs", "worker.handover"),
     *_all(_RUNNER, "GPUModelRunner", "discard_request_mask _dummy_run", "worker.prefill_runner"),
+    *_all(_RUNNER, "GPUModelRunner", "propose_draft_token_ids", "worker.prefill_runner"),
     *_all(_RUNNER, "AsyncGPUModelRunnerOutput", "async_copy_ready_event", "worker.lane_device"),
     *_all("vllm.v1.worker.gpu_input_batch", "InputBatch", "remove_request", "worker.handover"),
     *_all("vllm.v1.worker.gpu_input_batch", "InputBatch", "generators num_reqs", "worker.prefill_runner"),

@@ -49,6 +49,14 @@ def _on_gpu(config: VllmConfig) -> bool:
     return on_gpu
 
 
+def _speculation(config: VllmConfig) -> str | None:
+    speculative = config.speculative_config
+    if speculative is None or (speculative.method == "ngram" and not _on_gpu(config)):
+        return None
+    method: str = speculative.method
+    return method
+
+
 def _has_kv_events(config: VllmConfig) -> bool:
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
@@ -75,8 +83,8 @@ REFUSALS = (
     Refusal("an encoder-cache connector", lambda c: c.ec_transfer_config and "ec_transfer_config", "drop it"),
     Refusal(
         "speculative decoding",
-        lambda c: c.speculative_config and c.speculative_config.method,
-        "drop --speculative-config",
+        _speculation,
+        "drop --speculative-config; on a CPU the method ngram is served",
     ),
     Refusal("LoRA on a GPU", lambda c: _on_gpu(c) and c.lora_config and "--enable-lora", "drop --enable-lora"),
     Refusal("encoder-decoder models", _model_flag("is_encoder_decoder"), "use a decoder-only model"),

@@ -236,8 +236,9 @@ REFUSED = {
         "been run on several GPUs",
     ),
     "speculative decoding": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-        "speculative decoding (ngram) is not supported: drop --speculative-config",
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "speculative decoding (ngram_gpu) is not supported: drop --speculative-config; on a CPU the method ngram is "
+        "served",
     ),
     "a KV connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},

@@ -85,6 +85,9 @@ def _build_v1(decode_runner: Any, config: VllmConfig) -> Any:
             self.kv_caches = decode_runner.kv_caches
             return {}
 
+        def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+            return []  # nobody would take them: a request has drafts where it decodes
+
         def sample_tokens(self, grammar_output: Any) -> Any:
             with generators_set_aside(self):
                 return super().sample_tokens(grammar_output)
