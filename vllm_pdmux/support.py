@@ -51,7 +51,9 @@ def _on_gpu(config: VllmConfig) -> bool:
 
 def _speculation(config: VllmConfig) -> str | None:
     speculative = config.speculative_config
-    if speculative is None or (speculative.method == "ngram" and not _on_gpu(config)):
+    if speculative is None:
+        return None
+    if speculative.method == "ngram" and not _on_gpu(config) and not config.lora_config:
         return None
     method: str = speculative.method
     return method
@@ -84,7 +86,7 @@ REFUSALS = (
     Refusal(
         "speculative decoding",
         _speculation,
-        "drop --speculative-config; on a CPU the method ngram is served",
+        "drop --speculative-config; on a CPU the method ngram is served, without LoRA",
     ),
     Refusal("LoRA on a GPU", lambda c: _on_gpu(c) and c.lora_config and "--enable-lora", "drop --enable-lora"),
     Refusal("encoder-decoder models", _model_flag("is_encoder_decoder"), "use a decoder-only model"),

@@ -85,6 +85,18 @@ REFUSALS = (
         "set VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=0",
     ),
     Refusal("NCCL's symmetric memory", _environment("VLLM_USE_NCCL_SYMM_MEM"), "set VLLM_USE_NCCL_SYMM_MEM=0"),
+    # Each is served with one rank, and was not tried with several.
+    Refusal("LoRA", lambda c: c.lora_config and "--enable-lora", "drop --enable-lora"),
+    Refusal(
+        "speculative decoding",
+        lambda c: c.speculative_config and c.speculative_config.method,
+        "drop --speculative-config",
+    ),
+    Refusal(
+        "prompt embeddings",
+        lambda c: c.model_config.enable_prompt_embeds and "--enable-prompt-embeds",
+        "drop --enable-prompt-embeds",
+    ),
     # There the communicator itself is written in the compiled code, not its name.
     Refusal("torch.compile on a CPU", _compiled_on_a_cpu, "set --enforce-eager"),
 )

@@ -238,7 +238,7 @@ REFUSED = {
     "speculative decoding": (
         {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         "speculative decoding (ngram_gpu) is not supported: drop --speculative-config; on a CPU the method ngram is "
-        "served",
+        "served, without LoRA",
     ),
     "a KV connector": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -299,6 +299,17 @@ def test_allow_untested_allows_nothing_else(monkeypatch):
         "LoRA on a GPU (--enable-lora) is not supported: drop --enable-lora",
         f"vllm 0.31.9 has no {INTERNALS[0].describe()}: install a supported version",
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "lora", "refused"), [("cpu", None, 0), ("cpu", SimpleNamespace(), 1), ("cuda", None, 1)]
+)
+def test_ngram_speculation_is_served_on_a_cpu_without_lora(device, lora, refused):
+    config = servable()
+    config.device_config.device_type, config.lora_config = device, lora
+    config.speculative_config = SimpleNamespace(method="ngram")
+    found = problems(config, INSTALLED, {})
+    assert len(found) == refused and all(one.startswith("speculative decoding (ngram)") for one in found)
 
 
 def test_a_vllm_that_lacks_a_setting_is_refused_for_its_version():

@@ -36,6 +36,9 @@ USED = {  # feature: the setting that uses it, its value, how the message shows 
         True,
         "fuse_allreduce_rms",
     ),
+    "LoRA": ("lora_config", SimpleNamespace(), "--enable-lora"),
+    "speculative decoding": ("speculative_config", SimpleNamespace(method="ngram"), "ngram"),
+    "prompt embeddings": ("model_config.enable_prompt_embeds", True, "--enable-prompt-embeds"),
 }
 
 
@@ -53,7 +56,9 @@ def engine(size=2, mode=CompilationMode.NONE):
             enable_batch_sharded_sampling=False,
             enable_hc_sp=False,
         ),
-        model_config=SimpleNamespace(model="some/model", is_moe=False),
+        model_config=SimpleNamespace(model="some/model", is_moe=False, enable_prompt_embeds=False),
+        lora_config=None,
+        speculative_config=None,
         compilation_config=SimpleNamespace(mode=mode, pass_config=SimpleNamespace(fuse_allreduce_rms=False)),
     )
 
