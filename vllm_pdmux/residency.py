@@ -8,7 +8,7 @@ decode there, graphs included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,11 @@ class Residency:
     def lane_of(self, req_id: str) -> str | None:
         return self._lane.get(req_id)
 
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Requests that have ended or were preempted. Before anything is scheduled: an id may be sent in this step."""
+        for req_id in req_ids:
+            self._lane.pop(req_id, None)
+
     def localise(
         self,
         output: SchedulerOutput,
@@ -33,8 +38,6 @@ class Residency:
         block_ids: Callable[[str], tuple[list[int], ...]],
     ) -> SchedulerOutput:
         """`output` as the runner of `lane` needs it: requests that it does not know become new ones."""
-        for req_id in output.finished_req_ids | (output.preempted_req_ids or set()):
-            self._lane.pop(req_id, None)
         cached = output.scheduled_cached_reqs
         moved = {i for i, req_id in enumerate(cached.req_ids) if self._lane.get(req_id) != lane}
         if moved:

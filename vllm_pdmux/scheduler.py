@@ -112,6 +112,8 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """The decode lane's step, with the order for the prefill lane on it."""
+        if self._residency is not None:
+            self._residency.forget(self.finished_req_ids | self.reset_preempted_req_ids)
         if not self._batches and not self._both_lanes_have_work(throttle_prefills):
             return self._stock_step(throttle_prefills)
         if not self._batches and self._may_fuse() and (tokens := self._tokens_of_fused_step()):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 BLOCK, BLOCKS, LAYERS, VOCAB = ENGINE["block_size"], 20, tiny_model.LAYERS, 251
 LAYER_NAMES = [f"layer.{i}" for i in range(LAYERS)]
 PLACEHOLDER = -1
+PLACES = np.arange(1, ENGINE["max_model_len"] + 1)
 
 
 # --- the stand-in model ---------------------------------------------------------------------------------------------
@@ -78,6 +79,7 @@ class State:
     block_ids: list[int]
     num_computed_tokens: int
     output_token_ids: list[int] = field(default_factory=list)
+    wants_prompt_logprobs: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -113,11 +115,13 @@ class StandInRunner:
 
     def __init__(self, vllm_config, device):
         self.vllm_config, self.device = vllm_config, device
+        self.is_async = vllm_config.scheduler_config.async_scheduling
+        self.block_size = vllm_config.cache_config.block_size
         self.requests: dict[str, State] = {}
-        self._inputs: dict[str, Input] | None = None
+        self.execute_model_state: dict[str, Input] | None = None
 
     def execute_model(self, output):
-        assert self._inputs is None, "sample_tokens was not called"
+        assert self.execute_model_state is None, "sample_tokens was not called"
         self.update_states(output)
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -128,15 +132,15 @@ class StandInRunner:
             for part in inputs.values():
                 cache[part.slots[part.first :]] = part.tokens
             for part in inputs.values():
-                part.total += weighted(cache[part.slots].tolist())
-        self._inputs = inputs
+                part.total += int(cache[part.slots] @ PLACES[: len(part.slots)])
+        self.execute_model_state = inputs
         return None
 
     def at_layer(self, layer, inputs):
         """For tests that watch the KV cache."""
 
     def sample_tokens(self, grammar_output):
-        inputs, self._inputs = self._inputs, None
+        inputs, self.execute_model_state = self.execute_model_state, None
         sampled = {i: closing(part.total, len(part.slots)) for i, part in inputs.items() if part.is_sampled}
         self.keep_sampled(sampled)
         output = ModelRunnerOutput(
@@ -144,17 +148,15 @@ class StandInRunner:
             req_id_to_index={req_id: i for i, req_id in enumerate(inputs)},
             sampled_token_ids=[[sampled[i]] if i in sampled else [] for i in inputs],
         )
-        return Later(output)
+        return Later(output) if self.is_async else output
 
+    def slots_of(self, block_ids: list[int], end: int) -> np.ndarray:
+        positions = np.arange(end)
+        return np.array(block_ids)[positions // self.block_size] * self.block_size + positions % self.block_size
 
-def new_kv_caches(kv_cache_config):
-    never_written = 10**6
-    return np.full((LAYERS, kv_cache_config.num_blocks * BLOCK), never_written)
-
-
-def slots_of(block_ids: list[int], end: int) -> np.ndarray:
-    positions = np.arange(end)
-    return np.array(block_ids)[positions // BLOCK] * BLOCK + positions % BLOCK
+    def new_kv_caches(self, kv_cache_config):
+        never_written = 10**6
+        return np.full((LAYERS, kv_cache_config.num_blocks * self.block_size), never_written)
 
 
 @dataclass
@@ -186,7 +188,10 @@ class Batch:
 
 
 class StandInRunnerV1(StandInRunner):
-    """Speaks a V1 runner's protocol under asynchronous scheduling; see vllm.v1.worker.gpu_model_runner."""
+    """Speaks a V1 runner's protocol; see vllm.v1.worker.gpu_model_runner.
+
+    It knows the tokens that it sampled, under asynchronous scheduling only as placeholders.
+    """
 
     def __init__(self, vllm_config, device):
         super().__init__(vllm_config, device)
@@ -199,27 +204,32 @@ class StandInRunnerV1(StandInRunner):
         self.initialize_kv_cache_tensors(kv_cache_config)
 
     def initialize_kv_cache_tensors(self, kv_cache_config):
-        self.kv_caches = new_kv_caches(kv_cache_config)
+        self.kv_caches = self.new_kv_caches(kv_cache_config)
 
     def keep_sampled(self, sampled):
-        for req_id in sampled:
-            self.requests[req_id].output_token_ids.append(PLACEHOLDER)
-            self.input_batch.rows[req_id].tokens.append(PLACEHOLDER)
-        self.input_batch.on_device = sampled
+        for req_id, token in sampled.items():
+            known = PLACEHOLDER if self.is_async else token
+            self.requests[req_id].wants_prompt_logprobs = False
+            self.num_prompt_logprobs.pop(req_id, None)
+            self.requests[req_id].output_token_ids.append(known)
+            self.input_batch.rows[req_id].tokens.append(known)
+        self.input_batch.on_device = sampled if self.is_async else {}
 
     def input_of(self, req_id, count):
         state, row = self.requests[req_id], self.input_batch.rows[req_id]
+        assert state.wants_prompt_logprobs == (req_id in self.num_prompt_logprobs)
         first, end = state.num_computed_tokens, state.num_computed_tokens + count
         tokens = row.tokens[first:end]
         assert len(tokens) == count, f"{req_id} is to compute tokens that its runner does not have"
         if tokens[-1] == PLACEHOLDER:
             tokens[-1] = self.input_batch.on_device[req_id]
         assert PLACEHOLDER not in tokens
-        return Input(first, tokens, slots_of(row.block_ids, end), is_sampled=end >= len(state.tokens))
+        return Input(first, tokens, self.slots_of(row.block_ids, end), is_sampled=end >= len(state.tokens))
 
     def update_states(self, output):
         for req_id in output.finished_req_ids:
             self.requests.pop(req_id, None)
+            self.num_prompt_logprobs.pop(req_id, None)
             self.input_batch.remove_request(req_id)
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         for req_id in self.input_batch.rows.keys() - (output.num_scheduled_tokens.keys() - resumed):
@@ -228,6 +238,8 @@ class StandInRunnerV1(StandInRunner):
             # Known already: the next turn of a streaming session.
             self.input_batch.remove_request(new.req_id)
             state = State(new.prompt_token_ids.copy(), list(new.block_ids[0]), new.num_computed_tokens)
+            if new.sampling_params.prompt_logprobs is not None:
+                state.wants_prompt_logprobs, self.num_prompt_logprobs[new.req_id] = True, 1
             self.requests[new.req_id] = state
             self.input_batch.add_request(new.req_id, state)
         for i, req_id in enumerate(output.scheduled_cached_reqs.req_ids):
@@ -246,7 +258,7 @@ class StandInRunnerV1(StandInRunner):
         if row is not None:
             row.block_ids.extend(new_block_ids)
             return
-        if num_output > 0:  # its placeholders are of a step that is not this runner's last
+        if self.is_async and num_output > 0:  # its placeholders are of a step that is not this runner's last
             state.output_token_ids = data.all_token_ids[req_id][-num_output:]
         self.input_batch.add_request(req_id, state)
 
@@ -269,7 +281,7 @@ class StandInRunnerV2(StandInRunner):
     def initialize_kv_cache(self, kv_cache_config):
         self.kv_cache_config = kv_cache_config
         if self.model.kv_caches is None:
-            self.model.kv_caches = new_kv_caches(kv_cache_config)
+            self.model.kv_caches = self.new_kv_caches(kv_cache_config)
 
     @property
     def kv_caches(self):
@@ -287,14 +299,16 @@ class StandInRunnerV2(StandInRunner):
         first, end = state.num_computed_tokens, state.num_computed_tokens + count
         tokens = state.tokens[first:end]
         assert len(tokens) == count, f"{req_id} is to compute tokens that its runner does not have"
-        return Input(first, tokens, slots_of(state.block_ids, end), is_sampled=end >= len(state.tokens))
+        return Input(first, tokens, self.slots_of(state.block_ids, end), is_sampled=end >= len(state.tokens))
 
     def update_states(self, output):
         for req_id in output.finished_req_ids | (output.preempted_req_ids or set()):
             self._remove_request(req_id)
         for new in output.scheduled_new_reqs:
-            tokens = list(new.prefill_token_ids)
-            self.requests[new.req_id] = State(tokens, list(new.block_ids[0]), new.num_computed_tokens)
+            tokens, computed = list(new.prefill_token_ids), new.num_computed_tokens
+            if new.sampling_params.prompt_logprobs is not None:
+                assert not 0 < computed < len(new.prompt_token_ids), "a runner lacks the first chunk's prompt logprobs"
+            self.requests[new.req_id] = State(tokens, list(new.block_ids[0]), computed)
         data = output.scheduled_cached_reqs
         for req_id, num_computed, block_ids in zip(
             data.req_ids, data.num_computed_tokens, data.new_block_ids, strict=True

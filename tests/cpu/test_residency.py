@@ -19,12 +19,16 @@ def requests():
 
 
 @pytest.fixture
-def localise(requests):
-    residency = Residency()
+def residency():
+    return Residency()
+
+
+@pytest.fixture
+def localise(requests, residency):
     return lambda output, lane: residency.localise(output, lane, requests, BLOCKS.__getitem__)
 
 
-def step(*cached, finished=(), preempted=()):
+def step(*cached):
     """A step in which requests go on that the stock scheduler has sent before."""
     output = SchedulerOutput.make_empty()
     output.scheduled_cached_reqs = CachedRequestData(
@@ -38,7 +42,6 @@ def step(*cached, finished=(), preempted=()):
     )
     output.num_scheduled_tokens = dict.fromkeys(cached, 1)
     output.total_num_scheduled_tokens = len(cached)
-    output.finished_req_ids, output.preempted_req_ids = set(finished), set(preempted)
     return output
 
 
@@ -69,8 +72,16 @@ def test_only_those_that_change_lanes_are_new(localise):
     assert localise(again, "decode") is again
 
 
-@pytest.mark.parametrize("gone", ["finished", "preempted"])
-def test_a_request_that_was_gone_is_new_again(localise, gone):
+def test_a_request_that_was_gone_is_new_again(localise, residency):
     localise(step("a"), "decode")
-    localise(step(**{gone: ["a"]}), "decode")
+    residency.forget({"a", "nobody"})
     assert [new.req_id for new in localise(step("a"), "decode").scheduled_new_reqs] == ["a"]
+
+
+def test_a_step_that_tells_of_what_is_gone_forgets_nothing_that_was_sent_in_it(localise, residency):
+    """What has ended or was preempted may come again in the same step, to the other lane."""
+    localise(step("a"), "prefill")
+    told = step("b")
+    told.finished_req_ids, told.preempted_req_ids = {"a"}, {"a"}
+    localise(told, "decode")
+    assert residency.lane_of("a") == "prefill"

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_pdmux.messages import LaneReport
 
@@ -96,14 +95,8 @@ class PendingReport:
         self._report, self._step = report, step
         self._awaited, self._launched = awaited, launched
 
-    @property
-    def waits(self) -> bool:
-        """Whether the step waits for the end of a batch, which the device may still run."""
-        return self._awaited is not None and isinstance(self._awaited.output, AsyncModelRunnerOutput)
-
     def whole(self, **changes: Any) -> LaneReport:
-        """With the first batch that has ended by now. On any thread, once. Steps in order, but that a step which waits
-        for nothing is whole when it is launched: it takes a batch that raised, at most, which is the last then."""
+        """With the first batch that has ended by now. On any thread, once, the steps in order."""
         if (ended := self._launched.take(self._step, self._awaited)) is None:
             return replace(self._report, **changes)
         return replace(self._report, batch_id=ended.batch.id, output=ended.output, error=ended.error, **changes)

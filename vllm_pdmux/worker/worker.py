@@ -14,7 +14,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_pdmux.activation import settings_of
 from vllm_pdmux.beneath import WorkerBeneath
-from vllm_pdmux.messages import PrefillOrder, attach_report, order_of
+from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_report, order_of
 from vllm_pdmux.worker.communicators import LaneCommunicators
 from vllm_pdmux.worker.lane_device import HostDevice, LaneDevice
 from vllm_pdmux.worker.launched import PendingReport
@@ -39,9 +39,7 @@ class ReportingOutput(AsyncModelRunnerOutput):
         """Wait for the decode lane's result of the step, and say which batch has ended by then."""
         output = _resolved(self._output)
         report = self._report.whole(unconfined_steps=self._unconfined_steps)
-        if report.output is not None:
-            report = replace(report, output=_resolved(report.output))
-        return attach_report(output, report)
+        return attach_report(output, report if report.output is None else _with_tokens(report))
 
     def get_kv_connector_output(self) -> None:
         """KV connectors are refused at start."""
@@ -49,6 +47,15 @@ class ReportingOutput(AsyncModelRunnerOutput):
 
 def _resolved(output: ModelRunnerOutput | AsyncModelRunnerOutput) -> ModelRunnerOutput:
     return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
+
+
+def _with_tokens(report: LaneReport) -> LaneReport:
+    """The report of a batch that has ended, its output read. What is raised then ends the batch, not the engine."""
+    try:
+        return replace(report, output=_resolved(report.output))
+    except Exception as error:
+        logger.exception("the first tokens of prefill batch %s could not be read", report.batch_id)
+        return replace(report, output=None, error=f"{type(error).__name__}: {error}")
 
 
 class PDMuxWorkerMixin(WorkerBeneath):
@@ -162,6 +169,7 @@ class PDMuxWorkerMixin(WorkerBeneath):
         if report is None:
             return output
         unconfined_steps = self._unconfined_steps()
-        if isinstance(output, AsyncModelRunnerOutput) or report.waits:
+        if self.vllm_config.scheduler_config.async_scheduling:
+            # Also where there is nothing to wait for: the steps before have yet to say which batches have ended.
             return ReportingOutput(output, report, unconfined_steps)
         return attach_report(output, report.whole(unconfined_steps=unconfined_steps))
