@@ -57,6 +57,10 @@ class Shown:
         shown = [f"{name}={value!r}" for name, value in values if name in self.needed or value != getattr(plain, name)]
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    def _repr_pretty_(self, printer, _) -> None:
+        """Of Hypothesis."""
+        printer.text(repr(self))
+
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
@@ -434,9 +438,7 @@ class Checked(Run):
         self.counts["steps"] += 1
         self.counts["batches"] += order.start is not None
         self.counts["drops"] += order.drop is not None
-        batches, requests = self.scheduler._batches, self.scheduler.requests
-        assert not batches or any(batch.alive(requests) for batch in batches), "the lane works for nobody"
-        for batch in batches:
+        for batch in self.scheduler._batches:
             assert not batch.requests.keys() & output.num_scheduled_tokens.keys(), "a request is in both lanes"
             in_use = [block for blocks in batch.held_blocks for block in blocks]
             for request in batch.alive(self.scheduler.requests):
@@ -482,6 +484,12 @@ class Checked(Run):
             batch = self.scheduler._batch(report.batch_id)
             self.counts["joins"] += 0 if batch is None else batch.num_joined(self.scheduler.requests)
 
+    def _abort(self, name: str, plan: Plan) -> None:
+        super()._abort(name, plan)
+        batches = self.scheduler._batches
+        alive = [request for batch in batches for request in batch.alive(self.scheduler.requests)]
+        assert plan.is_abort_in_flight or alive or not batches, "the lane works for nobody"
+
     def _batch_requests(self, report) -> list[Request]:
         batch = self.scheduler._batch(report.batch_id)
         return [] if batch is None else batch.alive(self.scheduler.requests)
@@ -497,7 +505,7 @@ class Checked(Run):
         scheduler, lane = self.scheduler, self.lane
         assert not scheduler._batches and scheduler._drop is None
         assert scheduler._residency is None or not scheduler._residency._lane
-        assert lane._current is None and not lane._queue and not lane._launched and not lane._finished_req_ids
+        assert lane._current is None and not lane._queue and not lane._launched.all() and not lane._finished_req_ids
         self._check_empty(lane._runner)
 
 

@@ -116,6 +116,7 @@ class StandInRunner:
     def __init__(self, vllm_config, device):
         self.vllm_config, self.device = vllm_config, device
         self.is_async = vllm_config.scheduler_config.async_scheduling
+        self.is_read_later = self.is_async
         self.block_size = vllm_config.cache_config.block_size
         self.requests: dict[str, State] = {}
         self.execute_model_state: dict[str, Input] | None = None
@@ -148,7 +149,7 @@ class StandInRunner:
             req_id_to_index={req_id: i for i, req_id in enumerate(inputs)},
             sampled_token_ids=[[sampled[i]] if i in sampled else [] for i in inputs],
         )
-        return Later(output) if self.is_async else output
+        return Later(output) if self.is_read_later else output
 
     def slots_of(self, block_ids: list[int], end: int) -> np.ndarray:
         positions = np.arange(end)
@@ -272,6 +273,7 @@ class StandInRunnerV2(StandInRunner):
 
     def __init__(self, vllm_config, device):
         super().__init__(vllm_config, device)
+        self.is_read_later = True  # under synchronous scheduling too
         self.req_states = SimpleNamespace(req_id_to_index=self.requests)
         self.model = SimpleNamespace(kv_caches=None)  # the layers, to which the KV cache is bound
 

@@ -296,7 +296,8 @@ class TestSetting:
         if text is not None:
             path.write_text(text)
         settings = SimpleNamespace(backend="auto", sharing="capped", calibration=str(path))
-        (found,) = settings_problems(SimpleNamespace(), settings)
+        one_rank = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+        (found,) = settings_problems(one_rank, settings)
         assert found.startswith(f"calibration is '{path}' but cannot be used: profile {path}: {problem}")
 
     def test_divisions_that_it_does_not_have_are_an_error(self):

@@ -14,7 +14,7 @@ from collections import Counter
 import model_check
 import pytest
 from async_engine import Engine
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from model_check import BLOCK, EVENTS, LAYERS, Lab, Plan, Schedule, check
 from virtual_gpu import TimedExecutor
@@ -107,6 +107,7 @@ random_schedules = settings(
     derandomize=SEED is None,
     deadline=None,
     database=None,
+    phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
 

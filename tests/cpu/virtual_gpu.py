@@ -160,7 +160,9 @@ class Timed:
 
     def execute_model(self, output):
         result = super().execute_model(output)
-        assert len(self.requests) <= self.vllm_config.scheduler_config.max_num_seqs, "a runner has no row left"
+        # A V1 runner keeps what it knows of preempted requests elsewhere.
+        rows = self.requests if self.vllm_config.use_v2_model_runner else self.input_batch.rows
+        assert len(rows) <= self.vllm_config.scheduler_config.max_num_seqs, "a runner has no row left"
         return result
 
     def sample_tokens(self, grammar_output):
@@ -169,7 +171,7 @@ class Timed:
         stream, batch, req_ids = self.device.current, self.batches, list(self.execute_model_state)
         self._raise_if("sample", batch, req_ids)
         output = super().sample_tokens(grammar_output)
-        if not self.is_async:
+        if not self.is_read_later:
             self.device.wait_until(stream.end_s)
             return output
         return TimedOutput(output._output, self.device, stream, partial(self._raise_if, "output", batch, req_ids))

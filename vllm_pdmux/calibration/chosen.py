@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_pdmux.calibration import cache
@@ -88,7 +89,8 @@ def prior_of(profile: DeviceProfile, splits: int) -> Prior:
         decode_ms=(profile.decode_fixed_ms, profile.decode_ms_per_request, profile.decode_ms_per_context_token),
         full_rate=full_rate,
         groups=tuple(groups[:splits]),
-        fused=profile.fused,
+        # Of the prompt alone as a policy counts it, with what is fixed spread over its tokens.
+        fused=replace(profile.fused, prompt=profile.fused_prompt * full_rate * profile.prefill_ms_per_token),
     )
 
 

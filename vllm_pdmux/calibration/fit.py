@@ -218,7 +218,7 @@ def _group(profile: DeviceProfile, samples: Samples, number: int) -> GroupProfil
         slowdown=slowdown,
         pace=pace,
         slowdowns=(fixed_part, requests_part, context_part),
-        pace_line=(max(line[0] * pace, SMALLEST_MS), line[1] * pace),
+        pace_line=(min(max(line[0] * pace, SMALLEST_MS), 1.0), line[1] * pace),
     )
 
 

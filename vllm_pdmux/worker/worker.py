@@ -169,7 +169,8 @@ class PDMuxWorkerMixin(WorkerBeneath):
         if report is None:
             return output
         unconfined_steps = self._unconfined_steps()
-        if self.vllm_config.scheduler_config.async_scheduling:
-            # Also where there is nothing to wait for: the steps before have yet to say which batches have ended.
-            return ReportingOutput(output, report, unconfined_steps)
-        return attach_report(output, report.whole(unconfined_steps=unconfined_steps))
+        reporting = ReportingOutput(output, report, unconfined_steps)
+        # Under asynchronous scheduling also where there is nothing to wait for: the steps before have yet to say which
+        # batches have ended. Model Runner V2 has its outputs read later under either scheduling.
+        is_read_later = isinstance(output, AsyncModelRunnerOutput) or self.vllm_config.scheduler_config.async_scheduling
+        return reporting if is_read_later else reporting.get_output()
