@@ -505,7 +505,7 @@ class Checked(Run):
         scheduler, lane = self.scheduler, self.lane
         assert not scheduler._batches and scheduler._drop is None
         assert scheduler._residency is None or not scheduler._residency._lane
-        assert lane._current is None and not lane._queue and not lane._launched.all() and not lane._finished_req_ids
+        assert lane._current is None and not lane._queue and not lane._launched and not lane._finished_req_ids
         self._check_empty(lane._runner)
 
 

@@ -25,10 +25,10 @@ def batches():
 def test_a_batch_is_reported_when_it_has_ended_and_once(batches):
     one = launched(0)
     batches.add(one)
-    assert batches.take(1, None) is None and len(batches.all()) == 1
+    assert batches.take(1, None) is None and len(batches) == 1
     one.output.done = True
     assert batches.take(2, None) is one
-    assert batches.take(2, None) is None and not len(batches.all())
+    assert batches.take(2, None) is None and not len(batches)
 
 
 def test_batches_are_reported_in_order(batches):
@@ -76,7 +76,7 @@ def test_each_is_reported_once_though_another_thread_asks(batches):
 
     def ask():
         step = 0
-        while not stop.is_set() or len(batches.all()):
+        while not stop.is_set() or len(batches):
             step += 1
             if (one := batches.take(10**6, None)) is not None:
                 taken.append(one.batch.id)
@@ -103,7 +103,7 @@ def test_a_batch_that_ends_during_a_step_is_reported_with_it():
     batches.add(Launched(SimpleNamespace(id=7), 1, first_token, None))
     runs = (Run(8, 0, 2),)
     reporting = ReportingOutput(step, PendingReport(LaneReport(8, runs), 1, None, batches), unconfined_steps=3)
-    assert len(batches.all()) == 1  # it has not ended when the step is launched
+    assert len(batches) == 1  # it has not ended when the step is launched
     report = report_of(reporting.get_output())
     assert report == LaneReport(7, runs, output=first_token._output, unconfined_steps=3)
-    assert report.output.req_ids == ["long"] and not len(batches.all())
+    assert report.output.req_ids == ["long"] and not len(batches)

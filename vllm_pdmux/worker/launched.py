@@ -53,6 +53,9 @@ class LaunchedBatches:
         self._batches: list[Launched] = []
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._batches)
+
     def all(self) -> list[Launched]:
         """Those that no step has reported yet."""
         with self._lock:
