@@ -118,6 +118,7 @@ def test_the_worker_says_with_every_report_how_many_steps_found_no_graph():
     report = PendingReport(LaneReport(0), 1, None, LaunchedBatches(lambda output: True))
 
     class Worker(PDMuxWorkerMixin):
+        vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
         _prefill_lane = SimpleNamespace(advance=lambda order, wait: report)
         _order = PrefillOrder(0, 2, group=1)
         _unconfined_steps = PDMuxGPUWorker._unconfined_steps

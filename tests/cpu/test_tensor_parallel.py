@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 import tiny_model
+import vllm.envs
 from driver import ENGINE, Arrival, Driver, prompt
 from rank_extension import Collective, RankExtension
 from tokens import assert_same
@@ -63,6 +64,7 @@ class Ranks(Driver):
 
 @pytest.fixture(scope="module")
 def environment():
+    vllm.envs.disable_envs_cache()  # an engine that was started before has made vLLM remember them
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # this machine may have one core, or one NUMA node
         patch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", HANGS_S)
