@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from compare import latest, median, prefill_rate
+from compare import latest, median, prefill_rate, print_table
 
 COLUMNS = ("division", "cell", "ITL alone, ms", "decode slower by", "prefill slower by", "both lanes' rates")
 
@@ -25,10 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path)
     args = parser.parse_args()
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|---" * len(COLUMNS) + "|")
-    for row in interference([json.loads(file.read_text()) for file in args.files]):
-        print("| " + " | ".join(row) + " |")
+    print_table(COLUMNS, interference([json.loads(file.read_text()) for file in args.files]))
 
 
 def interference(results: list[dict[str, Any]]) -> list[list[str]]:

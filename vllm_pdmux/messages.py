@@ -64,6 +64,11 @@ class LaneReport:
         return next(((run.first_layer, run.end_layer) for run in self.runs if run.batch_id == self.batch_id), (0, 0))
 
     @property
+    def launched_layers(self) -> int:
+        """Of all batches, in this step."""
+        return sum(run.end_layer - run.first_layer for run in self.runs)
+
+    @property
     def ended(self) -> bool:
         """Whether the batch has left the lane."""
         return self.output is not None or self.error is not None

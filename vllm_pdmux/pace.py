@@ -39,8 +39,7 @@ class Pace:
         if report is None:
             self._queued = 0
             return
-        launched = sum(run.end_layer - run.first_layer for run in report.runs)
-        begun = max(0, self._queued + launched - report.lead_layers)
+        begun = max(0, self._queued + report.launched_layers - report.lead_layers)
         self._queued = report.lead_layers
         if self._is_short and not report.is_saturated:
             self._window += self._window // 2  # how many more it would have begun is not known

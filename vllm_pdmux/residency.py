@@ -26,7 +26,10 @@ class Residency:
         return self._lane.get(req_id)
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Requests that have ended or were preempted. Before anything is scheduled: an id may be sent in this step."""
+        """Requests that have ended, or were preempted between two steps.
+
+        Before anything is scheduled: an id may be sent in this step.
+        """
         for req_id in req_ids:
             self._lane.pop(req_id, None)
 

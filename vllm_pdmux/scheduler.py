@@ -145,7 +145,7 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         if self._pace is not None and order.batch_id is not None:
             self._pace.reported(order.layers, report)
         if report is not None and scheduler_output.num_scheduled_tokens:  # else all layers are launched at once
-            self._admission.launched(sum(run.end_layer - run.first_layer for run in report.runs))
+            self._admission.launched(report.launched_layers)
         from_lane = {} if report is None else self._update_lane(report)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._counters is not None:

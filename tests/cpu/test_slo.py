@@ -533,7 +533,7 @@ def test_a_step_that_hardly_has_no_graph_is_cut_to_one_that_has(knowing):
         (tokens // 2, tokens),  # so much more that it pays
         (0, tokens),
     ):
-        knowing._graph_tokens = graph_tokens
+        knowing._fused.graph_tokens = graph_tokens
         assert knowing.fused_tokens(load()) + 32 == expected
 
 

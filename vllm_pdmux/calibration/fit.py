@@ -208,8 +208,7 @@ def _group(profile: DeviceProfile, samples: Samples, number: int) -> GroupProfil
     # Relative to the means, so that one number for both kinds says how near to them the parts are kept.
     parts = _near(mixes, [value / slowdown for value in slowdowns], (1.0, 1.0, 1.0))
     fixed_part, requests_part, context_part = (max(part * slowdown, SMALLEST_MS) for part in parts)
-    # Of a step's length in fixed parts, from one that is nothing else.
-    line = _near([(1.0, 1 - 1 / mix.fixed) for mix in mixes], [value / pace for value in paces], (1.0, 0.0))
+    line = _near([(1.0, -mix.added) for mix in mixes], [value / pace for value in paces], (1.0, 0.0))
     division = samples.divisions[number - 1]
     return GroupProfile(
         sharing=division.sharing,

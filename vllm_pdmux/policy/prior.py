@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+LEAST_FIXED = 1e-9  # a share that is divided by
+
 
 class Mix(NamedTuple):
     """What a decode step's time alone consists of: shares, 0 to 1, which sum to 1."""
@@ -15,6 +17,11 @@ class Mix(NamedTuple):
     requests: float
     context: float
 
+    @property
+    def added(self) -> float:
+        """How long the step is beyond its fixed part, in times of it."""
+        return 1 / max(self.fixed, LEAST_FIXED) - 1
+
 
 ALL_FIXED = Mix(1.0, 0.0, 0.0)
 
@@ -22,7 +29,6 @@ ALL_FIXED = Mix(1.0, 0.0, 0.0)
 # Beyond what was calibrated a rate is not believed to fall further than to this part of what it is beside the shortest
 # steps.
 LEAST_RATE = 0.25
-LEAST_FIXED = 1e-9  # a share that is divided by
 
 
 def mean_of(mix: Mix, parts: Sequence[float]) -> float:
@@ -45,7 +51,7 @@ class GroupPrior:
     def rate(self, mix: Mix) -> float:
         """Of prefill beside decode steps of this mix."""
         first, less = self.rate_line
-        return max(first - less * (1 / max(mix.fixed, LEAST_FIXED) - 1), LEAST_RATE * first)
+        return max(first - less * mix.added, LEAST_RATE * first)
 
 
 @dataclass(frozen=True)

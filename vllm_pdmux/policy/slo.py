@@ -75,8 +75,7 @@ class SloPolicy:
         self._work = work
         self._beside = Beside(self._shares, prior.groups if prior is not None else ())
         self._full_rate = Rate() if prior is None else Rate.calibrated(prior.full_rate)  # on the whole device
-        self._fused = FusedSteps(prior.fused if prior is not None else None)
-        self._graph_tokens = graph_tokens
+        self._fused = FusedSteps(prior.fused if prior is not None else None, graph_tokens)
         self._tail = Tail()
         self._group: int | None = None  # of the last step with both lanes busy
         self._slowdown = 1.0  # that was expected in this group when it was asked last
@@ -126,22 +125,14 @@ class SloPolicy:
         work = self._fused.work(step_ms, alone_ms, mix, full_rate)
         if work < self._needed_rate(load) * step_ms:
             work = self._fused.work(target_ms, alone_ms, mix, full_rate)
-        tokens = self._with_a_graph(self._work.tokens(work, load.computed_tokens), load.decode_batch) if work else 0
+        tokens = self._work.tokens(work, load.computed_tokens) if work else 0
+        tokens = self._fused.with_a_graph(tokens, load.decode_batch)
         if tokens < SMALLEST_FUSED_TOKENS:
             return 0
         work = self._work.of(tokens, load.computed_tokens)
         fused_rate = work / self._fused.ms(work, alone_ms, mix, full_rate)
         best = self._choose(load, alone_ms, target_ms, mix).belief
         return tokens if self._is_sooner_fused(load, fused_rate, full_rate, best, alone_ms) else 0
-
-    def _with_a_graph(self, tokens: int, decode_batch: int) -> int:
-        """Prompt tokens of a step that has a CUDA graph, if one of `tokens` hardly has none.
-
-        What is launched kernel by kernel takes as long as twice the tokens of the largest graph do (H200, 8B: 28 ms for
-        a step of 640 tokens as for one of 1,056, 17 ms for 512).
-        """
-        is_hardly_larger = self._graph_tokens < tokens + decode_batch < 2 * self._graph_tokens
-        return self._graph_tokens - decode_batch if is_hardly_larger else tokens
 
     def _is_sooner_fused(self, load: Load, fused_rate: float, full_rate: float, best: Belief, alone_ms: float) -> bool:
         """Whether fused steps finish the waiting prompts sooner than the best group: faster, or without a change."""
