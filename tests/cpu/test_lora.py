@@ -11,6 +11,7 @@ import json
 import pytest
 import tiny_model
 import torch
+from beside_stock import prepared, same_tokens
 from driver import Arrival, prompt
 from safetensors.torch import save_file
 from test_equality import lane_steps
@@ -74,20 +75,6 @@ def fresh(with_slots):
 @pytest.fixture
 def an_empty_slot(with_slots):
     yield from prepared(with_slots(SLOTS + 1))
-
-
-def prepared(engines):
-    stock, pdmux = (driver.fresh() for driver in engines)
-    pdmux.set_layers_per_group(1)
-    yield stock, pdmux
-    pdmux.assert_nothing_left()
-
-
-def same_tokens(fresh, arrivals, hook=None):
-    stock, pdmux = fresh
-    got, expected = pdmux.run(arrivals, hook), stock.run(arrivals)
-    assert_same(got, expected)
-    return got
 
 
 @pytest.mark.parametrize("layers, chunk", [(1, 256), (3, 50), (1000, 256)])
