@@ -77,12 +77,23 @@ def serving(log: Path, model: str, arguments: Sequence[str], **environ: str) -> 
 
 
 class Chat(threading.Thread):
-    """One streaming client. Two of different `salt` share no prefix cache; `extra`: more fields of the request."""
+    """One streaming client. Two of different `salt` share no prefix cache; `extra`: more fields of the request.
 
-    def __init__(self, server: Server, prompt: str, max_tokens: int, salt: str, **extra: Any):
+    It leaves when nothing has come for `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        prompt: str,
+        max_tokens: int,
+        salt: str,
+        timeout_s: float = HANG_LIMIT_S,
+        **extra: Any,
+    ):
         super().__init__(daemon=True)
         self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=HANG_LIMIT_S
+            base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=timeout_s
         )
         self.request = {
             "model": server.model,

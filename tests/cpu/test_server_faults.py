@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server whose engine is killed, or that is interrupted, while a prompt is in the lane: every client is told
-and no process is left."""
+"""A real server whose engine is killed, or that is stopped, while a prompt is in the lane: every client is told, or
+served to the end where that was asked for, and no process is left."""
 
 import json
 import signal
@@ -17,6 +17,9 @@ PRINTABLE = {"allowed_token_ids": [*range(94)]}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 QUESTIONS = ("Why is the sky blue?", "What is rain?", "Who keeps bees?")
 LONG_PROMPT = " ".join(f"Ship {number} carries {number * 7 % 50} boxes." for number in range(30))
+# vLLM kills its engine in the moment in which it asks it to stop, so that the engine tells its clients only if it is
+# quick, with the plugin and without; the server then waits until they have left.
+LEAVES_AFTER_S = 60.0
 ARGUMENTS = (
     *("--scheduler-cls", "vllm_pdmux.Scheduler", "--chat-template", CHAT_TEMPLATE),
     *("--additional-config", json.dumps({"pdmux": {"layers_per_group": 1}})),
@@ -25,18 +28,19 @@ ARGUMENTS = (
 
 
 @pytest.fixture
-def server(tmp_path, tiny_model_path):
-    with serving(tmp_path / "log", tiny_model_path, ARGUMENTS) as server:
+def server(tmp_path, tiny_model_path, request):
+    with serving(tmp_path / "log", tiny_model_path, (*ARGUMENTS, *getattr(request, "param", ()))) as server:
         yield server
         print(server.log.read_text()[-6000:])  # pytest shows it of a failure
 
 
 def in_mid_prefill(server):
     """Clients whose answers stream, and one whose prompt is in the lane."""
-    chats = [Chat(server, question, 800, "faults", **PRINTABLE) for question in QUESTIONS]
+    settings = {"salt": "faults", "timeout_s": LEAVES_AFTER_S, **PRINTABLE}
+    chats = [Chat(server, question, 800, **settings) for question in QUESTIONS]
     for chat in chats:
         chat.wait_until(lambda chat=chat: len(chat.pieces) >= 3)
-    long = Chat(server, LONG_PROMPT, 800, "faults", **PRINTABLE)
+    long = Chat(server, LONG_PROMPT, 800, **settings)
     long.wait_until(lambda: server.num_running() == len(chats) + 1)
     return [*chats, long]
 
@@ -64,6 +68,16 @@ def test_an_interrupt_ends_the_server(server):
     family = server.descendants()
     server.process.send_signal(signal.SIGINT)
     assert_all_ended(server, clients, family)
+
+
+@pytest.mark.parametrize("server", [("--shutdown-timeout", str(HANG_LIMIT_S))], ids=["drained"], indirect=True)
+def test_a_server_that_is_drained_serves_what_is_in_the_lane(server):
+    clients = in_mid_prefill(server)
+    family = server.descendants()
+    server.process.send_signal(signal.SIGTERM)
+    assert all(len(client.text()) > 0 for client in clients)  # each ends with "length"
+    assert server.process.wait(HANG_LIMIT_S) == 0
+    assert still_alive(family) == []
 
 
 def is_engine(process: psutil.Process) -> bool:
