@@ -45,7 +45,7 @@ from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
 from vllm_pdmux.residency import Residency
 from vllm_pdmux.step_times import StepTime, StepTimes
 from vllm_pdmux.trace import StepTrace
-from vllm_pdmux.trace_file import TraceFile
+from vllm_pdmux.trace_file import TraceFile, path_of_engine
 
 logger = init_logger("vllm.pdmux.scheduler")
 
@@ -80,7 +80,10 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         self._residency = Residency() if self.use_v2_model_runner else None
         self._model_layers = self.vllm_config.model_config.get_num_layers(self.parallel_config)
         self._step_times = StepTimes()
-        self._trace_file = TraceFile(Path(settings.trace_file), _warn) if settings.trace_file is not None else None
+        self._trace_file = None
+        if settings.trace_file is not None:
+            path = path_of_engine(Path(settings.trace_file), self.parallel_config.data_parallel_index)
+            self._trace_file = TraceFile(path, _warn)
         self.pdmux_trace = StepTrace(settings.trace_steps, [self._trace_file.add] if self._trace_file else [])
         self._counters = Counters(splits, learns) if self.log_stats and wire.is_read(os.environ) else None
         self._shares = wire.Shares()

@@ -59,13 +59,29 @@ def _speculation(config: VllmConfig) -> str | None:
     return method
 
 
+def _data_parallelism(config: VllmConfig) -> str | None:
+    """Engines of a dense model are independent of each other; those of a model with experts step together."""
+    parallel = config.parallel_config
+    if parallel.data_parallel_size <= 1:
+        return None
+    if _on_gpu(config) or config.model_config.is_moe:
+        return f"data_parallel_size={parallel.data_parallel_size}"
+    if parallel.data_parallel_backend != "mp":
+        return f"data_parallel_backend={parallel.data_parallel_backend}"
+    return None
+
+
 def _has_kv_events(config: VllmConfig) -> bool:
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
 
 REFUSALS = (
     Refusal("pipeline parallelism", _more_than_one("pipeline_parallel_size"), "set --pipeline-parallel-size 1"),
-    Refusal("data parallelism", _more_than_one("data_parallel_size"), "start one server per GPU instead"),
+    Refusal(
+        "data parallelism",
+        _data_parallelism,
+        "start one server per GPU instead; on a CPU models without experts are served with the backend mp",
+    ),
     Refusal(
         "decode context parallelism",
         _more_than_one("decode_context_parallel_size"),

@@ -86,6 +86,11 @@ REFUSALS = (
     ),
     Refusal("NCCL's symmetric memory", _environment("VLLM_USE_NCCL_SYMM_MEM"), "set VLLM_USE_NCCL_SYMM_MEM=0"),
     # Each is served with one rank, and was not tried with several.
+    Refusal(
+        "data parallelism",
+        lambda c: (size := c.parallel_config.data_parallel_size) > 1 and f"--data-parallel-size {size}",
+        "set --data-parallel-size 1",
+    ),
     Refusal("LoRA", lambda c: c.lora_config and "--enable-lora", "drop --enable-lora"),
     Refusal(
         "speculative decoding",

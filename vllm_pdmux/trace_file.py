@@ -25,6 +25,12 @@ class TraceFileError(OSError):
     """The file cannot be written; the message names it, the reason and the way out."""
 
 
+def path_of_engine(path: Path, engine: int) -> Path:
+    """The file of one of several engines (data parallelism): the first has `path`, and steps.json of the second is
+    steps.engine1.json."""
+    return path if engine == 0 else path.with_name(f"{path.stem}.engine{engine}{path.suffix}")
+
+
 class TraceFile:
     """`log` is told, once, why it has stopped: the disk is full, or `most_bytes` are written.
 

@@ -24,15 +24,18 @@ class Shown:
 
 
 class Page:
-    """What a page says of the plugin, by name without prefix and by the value of the metric's own label ("": none)."""
+    """What a page says of the plugin, by name without prefix and by the value of the metric's own label ("": none).
 
-    def __init__(self, text: str):
+    `engine`: the one of several whose values these are.
+    """
+
+    def __init__(self, text: str, engine: int | None = None):
         self.values: dict[str, dict[str, float]] = {}
         self.histograms: dict[str, dict[str, Shown]] = {}
         self.types: dict[str, str] = {}
         for family in self._families(text):
             for sample in family.samples:
-                if sample.name.endswith("_created"):
+                if sample.name.endswith("_created") or engine not in (None, int(sample.labels["engine"])):
                     continue
                 name = sample.name.removeprefix(PREFIX)
                 assert set(VLLM_LABELS) <= set(sample.labels), sample

@@ -79,7 +79,7 @@ def serving(log: Path, model: str, arguments: Sequence[str], **environ: str) -> 
 class Chat(threading.Thread):
     """One streaming client. Two of different `salt` share no prefix cache; `extra`: more fields of the request.
 
-    It leaves when nothing has come for `timeout_s`.
+    It leaves when nothing has come for `timeout_s`. `engine`: the one of several that is to serve it.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Chat(threading.Thread):
         max_tokens: int,
         salt: str,
         timeout_s: float = HANG_LIMIT_S,
+        engine: int | None = None,
         **extra: Any,
     ):
         super().__init__(daemon=True)
@@ -101,6 +102,7 @@ class Chat(threading.Thread):
             "max_tokens": max_tokens,
             "temperature": 0,
             "extra_body": {"ignore_eos": True, "cache_salt": salt, **extra},
+            "extra_headers": {} if engine is None else {"X-data-parallel-rank": str(engine)},
         }
         self.pieces: list[str] = []
         self.error: Exception | None = None

@@ -167,6 +167,7 @@ def servable():
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
             data_parallel_size=1,
+            data_parallel_backend="mp",
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
@@ -179,6 +180,7 @@ def servable():
             supports_multimodal_inputs=False,
             enable_prompt_embeds=False,
             is_hybrid=False,
+            is_moe=False,
             is_attention_free=False,
             get_sliding_window=lambda: None,
         ),
