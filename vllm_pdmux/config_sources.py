@@ -3,6 +3,7 @@
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -62,7 +63,10 @@ def check_source(raw: Mapping[Any, Any], label: str, *, is_file: bool) -> dict[s
 
 
 class _Loader(yaml.SafeLoader):
-    """Without aliases: a few lines of them may stand for more than any memory holds, and no setting needs one."""
+    """Without aliases: a few lines of them may stand for more than any memory holds, and no setting needs one.
+
+    A key that is given twice is an error, where PyYAML takes the last one.
+    """
 
     # A library of vLLM's makes every SafeLoader of the process read dates as text.
     yaml_constructors: ClassVar[dict[Any, Any]] = {
@@ -76,15 +80,32 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, "aliases are not read: write the value out", where)
         return super().compose_node(parent, index)
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        given = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in given:
+                    problem = f"{reprlib.repr(key.value)} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                given.add(key.value)
+        return super().construct_mapping(node, deep)
+
 
 def _parse(content: bytes, label: str) -> Any:
     try:
         return yaml.load(content, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except Exception as error:  # noqa: BLE001 - PyYAML reads !!bool x with a KeyError, !!int "" with an IndexError
         try:
-            return json.loads(content)  # JSON indented with tabs is not YAML
+            return json.loads(content, object_pairs_hook=_given_once)  # JSON indented with tabs is not YAML
         except (ValueError, RecursionError):
             raise ConfigError(f"{label}: is not YAML or JSON ({_yaml_reason(error)}): correct it there") from None
+
+
+def _given_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError
+    return values
 
 
 def _yaml_reason(error: Exception) -> str:

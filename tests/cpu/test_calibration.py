@@ -248,6 +248,7 @@ class TestCache:
         said = []
         assert cache.load(self.KEY, said.append) is None
         assert len(said) == 1 and str(path) in said[0] and "vllm-pdmux calibrate --model MODEL --force" in said[0]
+        assert said[0].count("make it") == 1, "one way out"
 
     def test_a_file_that_cannot_be_read_is_said(self, cache_folder):
         _, path = self.stored()

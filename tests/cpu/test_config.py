@@ -211,6 +211,14 @@ MALFORMED = {
     "key not a string": ("sm_group_num: 8\n7: 1", "7 is not a setting"),
     "file in a file": ("layers_per_group: 2\nconfig: other.yml", "config is not allowed in a file"),
     "not YAML": ("sm_group_num: [8", "is not YAML or JSON (while parsing a flow sequence, expected ',' or ']'"),
+    "a key twice": (
+        "sm_group_num: 8\nsm_group_num: 9",
+        "is not YAML or JSON ('sm_group_num' is given twice, line 2, column 1): correct it there",
+    ),
+    "a key twice in JSON that is not YAML": (
+        '{\n\t"sm_group_num": 8,\n\t"sm_group_num": 9\n}',
+        "is not YAML or JSON (",
+    ),
     "not text": (b"\x00\xff\x01", "is not YAML or JSON ("),
     "bad date": ("sm_group_num: 2024-13-45", "is not YAML or JSON (month must be in 1..12)"),
     "two documents": ("sm_group_num: 8\n---\nsm_group_num: 8", "(expected a single document in the stream"),

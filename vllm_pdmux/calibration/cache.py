@@ -38,16 +38,14 @@ def load(key: Mapping[str, Any], warn: Callable[[str], None]) -> DeviceProfile |
             return None
         profile = read_profile(str(path))
         stored = json.loads(read_small_file(path, MOST_BYTES)).get("key")
-    except (ProfileError, OSError, ValueError) as error:
-        warn(f"calibration {path} is not used: {error}: make it again with vllm-pdmux calibrate --model MODEL --force")
-        return None
-    if stored != dict(key):
-        warn(
-            f"calibration {path} is not used: it is of another engine than its name says: "
-            "make it again with vllm-pdmux calibrate --model MODEL --force"
-        )
-        return None
-    return profile
+    except (OSError, ValueError) as error:  # ProfileError too
+        problem = error.problem if isinstance(error, ProfileError) else str(error)
+    else:
+        if stored == dict(key):
+            return profile
+        problem = "it is of another engine than its name says"
+    warn(f"calibration {path} is not used: {problem}: make it again with vllm-pdmux calibrate --model MODEL --force")
+    return None
 
 
 def store(key: Mapping[str, Any], profile: DeviceProfile, details: Mapping[str, Any]) -> Path:

@@ -14,14 +14,17 @@ from vllm_pdmux.config_errors import one_line
 from vllm_pdmux.policy import FusedPrior, GroupPrior, Mix, PromptWork
 from vllm_pdmux.small_file import TooLarge, read_small_file
 
+MAKE_IT = "make it with vllm-pdmux calibrate --out"
 MOST_BYTES = 1 << 20  # of a file; one with six divisions and its errors has 10 KB
 
 
 class ProfileError(ValueError):
-    """A file that is no profile; the message, one printable line, names the file and what is wrong."""
+    """A file that is no profile; the message, one printable line, names the file, what is wrong (`problem`) and the way
+    out."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+    def __init__(self, path: str, problem: str, remedy: str) -> None:
+        self.problem = one_line(problem)
+        super().__init__(one_line(f"profile {path}: {problem}: {remedy}"))
 
 
 Above0 = Annotated[float, Field(gt=0)]
@@ -120,19 +123,15 @@ def read_profile(path: str) -> DeviceProfile:
     try:
         content = read_small_file(path, MOST_BYTES)
     except TooLarge as error:
-        raise ProfileError(
-            f"profile {path}: {error}, more than a profile takes: make it with vllm-pdmux calibrate --out"
-        ) from None
+        raise ProfileError(path, f"{error}, more than a profile takes", MAKE_IT) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ProfileError(f"profile {path}: cannot be read ({reason}): correct path or rights") from None
+        raise ProfileError(path, f"cannot be read ({reason})", "correct path or rights") from None
     try:
         return DeviceProfile.model_validate(json.loads(content))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise ProfileError(
-            f"profile {path}: {where}: {first['msg']}: make it with vllm-pdmux calibrate --out"
-        ) from None
+        raise ProfileError(path, f"{where}: {first['msg']}", MAKE_IT) from None
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"profile {path}: is not JSON ({error}): make it with vllm-pdmux calibrate --out") from None
+        raise ProfileError(path, f"is not JSON ({error})", MAKE_IT) from None
