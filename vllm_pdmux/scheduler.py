@@ -26,10 +26,8 @@ from vllm.v1.request import Request
 from vllm_pdmux.activation import require_active, settings_of
 from vllm_pdmux.admission import Admission
 from vllm_pdmux.calibration.chosen import chosen_profile, prior_of
-from vllm_pdmux.hiding import Hiding
-from vllm_pdmux.kv_events import blocks_to_compute, stored_set_aside
+from vllm_pdmux.entering import DECODE, PREFILL, Entering
 from vllm_pdmux.leaving import Leaving
-from vllm_pdmux.loads import Loads
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
 from vllm_pdmux.metrics import wire
 from vllm_pdmux.metrics.counters import Counters
@@ -41,15 +39,13 @@ from vllm_pdmux.outputs import merge_outputs
 from vllm_pdmux.pace import Pace
 from vllm_pdmux.policy import PromptWork
 from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
-from vllm_pdmux.prefill_batch import PrefillBatch, own_grammar
+from vllm_pdmux.prefill_batch import PrefillBatch
 from vllm_pdmux.residency import Residency
 from vllm_pdmux.step_times import StepTime, StepTimes
 from vllm_pdmux.trace import StepTrace
 from vllm_pdmux.trace_file import TraceFile, path_of_engine
 
 logger = init_logger("vllm.pdmux.scheduler")
-
-DECODE, PREFILL = "decode", "prefill"  # the lanes
 
 
 def _say(text: str) -> None:
@@ -60,7 +56,7 @@ def _warn(text: str) -> None:
     logger.warning("PD-multiplexing: %s", text)
 
 
-class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
+class PDMuxSchedulerMixin(Entering, Leaving):
     """Over one of vLLM's schedulers. It hides requests and delegates; no scheduling is done here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -99,10 +95,8 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         )
         self._pace = Pace() if is_gpu and self.parallel_config.world_size > 1 else None
         self._next_batch_id = 0
-        self._overtaken = False  # whether the last batch has left out a prompt that is half done
+        self._overtaken = False
         self._drop: int | None = None  # the last batch that the worker has still to be told to drop
-        # prev_step_scheduled_req_ids of the prefill view: the requests in its runner's persistent batch. A request that
-        # comes to a runner is sent with all its tokens, one that is in its batch without.
         self._prefill_prev_step: set[str] = set()
         logger.info(
             "PD-multiplexing scheduler: %s, policy %s, lane %s",
@@ -180,12 +174,6 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         """The last batch that has left the lane."""
         return (self._batches[0].id if self._batches else self._next_batch_id) - 1
 
-    def _may_fuse(self) -> bool:
-        """A prompt with prompt logprobs must end in the V2 runner where it began, and the lane is where it should."""
-        if not self._pdmux_policy.fuses or self._residency is None:
-            return self._pdmux_policy.fuses
-        return self._bound_lane() is None and not self._wants_prompt_logprobs()
-
     def _both_lanes_have_work(self, throttle_prefills: bool) -> bool:
         if self._pause_state == PauseState.PAUSED_ALL:
             return False
@@ -194,67 +182,6 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
         if throttle_prefills and not self.prefill_capacity_bound:
             return False
         return any(not request.is_prefill_chunk for request in self.running) and self._anything_to_prefill()
-
-    def _anything_to_prefill(self) -> bool:
-        waiting = len(self.waiting) + len(self.kv_holding_waiting) - self.num_waiting_for_streaming_input
-        return waiting > 0 or any(request.is_prefill_chunk for request in self.running)
-
-    def _lane_has_room(self) -> bool:
-        """Whether to admit a batch now."""
-        if not self._batches:
-            return True
-        if len(self._batches) >= self._admission.max_batches or not self._anything_to_prefill():
-            return False
-        if any(batch.stale_ids(self.requests) for batch in self._batches):
-            return False  # the worker still holds another request under an id that has been sent again
-        if not self._admission.is_time(self._batches[-1].layers_launched):
-            return False
-        # Fused steps need an empty lane: where they are better it gets no more batches.
-        return not (self._may_fuse() and self._tokens_of_fused_step())
-
-    def _bound_lane(self) -> str | None:
-        """The lane in which an unfinished prompt must be continued: prompt logprobs are gathered in one V2 runner."""
-        assert self._residency is not None  # there is a V2 runner
-        for request in self.running:
-            params = request.sampling_params
-            if request.is_prefill_chunk and params is not None and params.prompt_logprobs is not None:
-                return self._residency.lane_of(request.request_id)
-        return None
-
-    def _begin_batch(self) -> tuple[PrefillBatch | None, set[str]]:
-        """Let the prefill view admit a batch; the ids of requests that it preempted."""
-        batch, pool = None, self.kv_cache_manager.block_pool
-        begun = self._half_done()
-        self._overtaken = not self._overtaken and self._is_overtaken(begun)
-        prefilling = begun[1:] if self._overtaken else begun
-        others = [request for request in self.running if request not in prefilling]
-        max_active, prev_step = self.max_num_active_reqs, self.prev_step_scheduled_req_ids
-        # The hidden requests keep their seats.
-        self.max_num_active_reqs = max(0, max_active - len(others))
-        self.prev_step_scheduled_req_ids = self._prefill_prev_step
-        try:
-            most_tokens, visible = self._admission.most_tokens, self._visible(prefilling, hidden_before=others)
-            with (
-                self._only_fitting_adapters(),
-                visible,
-                self._limited_to(most_tokens),
-                stored_set_aside(pool) as stored,
-            ):
-                output = super().schedule()
-        finally:
-            self.max_num_active_reqs, self.prev_step_scheduled_req_ids = max_active, prev_step
-        if output.total_num_scheduled_tokens > 0:
-            grammar = own_grammar(self.get_grammar_bitmask(output))
-            requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
-            new_blocks = blocks_to_compute(output, requests, self.kv_cache_manager)
-            output = self._localise(output, PREFILL)
-            work = self._work_of(output)
-            batch = PrefillBatch(self._next_batch_id, output, requests, grammar, work, stored, new_blocks)
-            self._batches.append(batch)
-            self._next_batch_id += 1
-        else:
-            pool.kv_event_queue.extend(stored)  # of blocks that a request has hit which found no room
-        return batch, output.preempted_req_ids or set()
 
     def _schedule_decode(self) -> SchedulerOutput:
         in_lane = {req_id for batch in self._batches for req_id in batch.requests}
@@ -268,13 +195,6 @@ class PDMuxSchedulerMixin(Hiding, Loads, Leaving):
             output = super().schedule()
         self.prefill_capacity_bound = capacity_bound
         return output
-
-    def _localise(self, output: SchedulerOutput, lane: str) -> SchedulerOutput:
-        left = self._prefill_prev_step if lane == DECODE else self.prev_step_scheduled_req_ids
-        left.difference_update(output.num_scheduled_tokens)  # they are no longer in the other runner's batch
-        if self._residency is None:
-            return output
-        return self._residency.localise(output, lane, self.requests, self.kv_cache_manager.get_block_ids)
 
     def _order_for(self, output: SchedulerOutput, begun: PrefillBatch | None) -> PrefillOrder:
         if not self._batches:

@@ -134,7 +134,7 @@ def bound_names(path):
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOST = {
     "method": Internal(SCHEDULER, "Scheduler", "_preempt_request", "leaving"),
-    "attribute set in a method": Internal(SCHEDULER, "Scheduler", "kv_holding_waiting", "scheduler"),
+    "attribute set in a method": Internal(SCHEDULER, "Scheduler", "kv_holding_waiting", "entering"),
     "field": Internal("vllm.config.parallel", "ParallelConfig", "worker_cls", "activation"),
     "member of an enumeration": Internal("vllm.v1.core.sched.interface", "PauseState", "PAUSED_ALL", "scheduler"),
     "function": Internal("vllm.v1.core.sched.request_queue", "", "create_request_queue", "hiding"),
