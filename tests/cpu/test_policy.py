@@ -6,7 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_pdmux.config import ConfigError, PDMuxConfig
-from vllm_pdmux.policy import ALL_LAYERS, Decision, FixedPolicy, LayerRule, Load, TablePolicy
+from vllm_pdmux.policy import (
+    ALL_LAYERS,
+    LANE_EMPTY,
+    OFF,
+    SOONER,
+    Decision,
+    FixedPolicy,
+    Kind,
+    LayerRule,
+    Load,
+    Observation,
+    OffPolicy,
+    Prompt,
+    TablePolicy,
+)
+from vllm_pdmux.policy.types import ALL_TOKENS, why_fused
 from vllm_pdmux.policy_from_config import build_policy
 
 FOUR_LAYERS = LayerRule(layers_per_group=4)
@@ -21,7 +36,7 @@ def table(*thresholds):
     return TablePolicy(thresholds, splits=len(thresholds), decode_bs_divisor=36, layers=FOUR_LAYERS)
 
 
-@pytest.mark.parametrize("policy", [AUTOMATIC, table(10, 5), FixedPolicy(2, 6, FOUR_LAYERS)])
+@pytest.mark.parametrize("policy", [AUTOMATIC, table(10, 5), FixedPolicy(2, 6, FOUR_LAYERS), OffPolicy(6)])
 class TestAlone:
     def test_nothing_decoding_gives_prefill_all_sms_and_all_layers(self, policy):
         assert policy.decide(busy(0)) == Decision(group=0, layers=ALL_LAYERS)
@@ -91,6 +106,18 @@ def test_the_automatic_table_is_the_manual_one_with_its_first_batches(splits, di
     assert automatic.decide(busy(batch)) == table(*automatic.first_batches()).decide(busy(batch))
 
 
+@pytest.mark.parametrize(
+    "splits, divisor, batches",
+    [(1, 36, (1,)), (6, 36, (1, 12, 18, 24, 30, 36)), (3, 10, (1, 7, 10)), (4, 2, (1, 1, 2, 2))],
+)
+def test_the_automatic_table_begins_its_rows_at_even_parts_of_the_divisor(splits, divisor, batches):
+    assert TablePolicy((), splits, divisor, FOUR_LAYERS).first_batches() == batches
+
+
+def test_the_manual_table_begins_its_rows_at_its_thresholds():
+    assert table(10, 5).first_batches() == (10, 5)
+
+
 def test_the_fixed_policy_ignores_the_batch():
     assert {FixedPolicy(3, 6, FOUR_LAYERS).decide(busy(batch)) for batch in (1, 12, 500)} == {Decision(3, 4)}
 
@@ -101,8 +128,37 @@ def test_the_fixed_group_must_be_a_mixed_one(group):
         FixedPolicy(group, 6, FOUR_LAYERS)
 
 
+@pytest.mark.parametrize("policy", [AUTOMATIC, table(1, 5), FixedPolicy(2, 6, FOUR_LAYERS)])
+def test_tables_and_the_fixed_group_never_fuse_and_learn_nothing(policy):
+    step = Observation(Kind.BESIDE, 10.0, 4, 400, 100.0, 1)
+    assert not policy.observes and not policy.fuses and policy.fused_reason == ""
+    assert policy.fused_tokens(busy(4)) == 0 and not policy.overtakes(Prompt(1, 1000), Prompt(1e6, 0))
+    assert policy.expected_ms(step) is policy.target_ms(step) is policy.observe(step) is None
+
+
+def test_off_fuses_all_that_vllm_allows_and_ends_what_is_in_the_lane():
+    policy = OffPolicy(6)
+    assert policy.fuses and policy.fused_tokens(busy(4)) == ALL_TOKENS and policy.fused_reason == OFF
+    assert policy.decide(busy(4)) == Decision(group=1, layers=ALL_LAYERS)
+
+
+@pytest.mark.parametrize(
+    "fused_ms, lane_ms, reason", [(9.0, 10.0, SOONER), (10.0, 10.0, LANE_EMPTY), (11.0, 10.0, LANE_EMPTY)]
+)
+def test_a_step_is_fused_as_prompts_end_sooner_or_else_as_the_lane_is_empty(fused_ms, lane_ms, reason):
+    assert why_fused(fused_ms, lane_ms) == reason
+
+
+@pytest.mark.parametrize("splits, divisor", [(0, 36), (6, 0), (0, 0), (-1, 36)])
+def test_a_table_has_a_row_and_a_divisor(splits, divisor):
+    said = rf"splits \({splits}\) and decode_bs_divisor \({divisor}\) must be >= 1"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        TablePolicy((), splits, divisor, FOUR_LAYERS)
+    TablePolicy((), 1, 1, FOUR_LAYERS)
+
+
 def test_a_table_has_one_threshold_for_each_split():
-    with pytest.raises(ValueError, match="2 thresholds for 3 splits"):
+    with pytest.raises(ValueError, match=r"^2 thresholds for 3 splits: give one for each, or none$"):
         TablePolicy((1, 5), 3, 36, FOUR_LAYERS)
 
 
@@ -114,11 +170,15 @@ def test_a_table_has_one_threshold_for_each_split():
         (LayerRule(), busy(4, model_layers=2), 1),
         (LayerRule(split_forward_token_budget=65536), busy(4, prefill_tokens=8192), 8),
         (LayerRule(split_forward_token_budget=65536), busy(4, prefill_tokens=65537), 1),
+        (LayerRule(split_forward_token_budget=10), busy(4, prefill_tokens=4), 2),
+        (LayerRule(split_forward_token_budget=6), busy(4, prefill_tokens=1), 6),
         (LayerRule(layers_per_group=3, split_forward_token_budget=65536), busy(4), 3),
     ],
 )
 def test_layers_per_group_then_the_token_budget_then_an_eighth(rule, load, layers):
     assert rule.layers(load) == layers
+    assert FixedPolicy(2, 6, rule).decide(load) == Decision(2, layers)
+    assert TablePolicy((), 1, 36, rule).decide(load) == Decision(1, layers)
 
 
 class TestFromConfig:

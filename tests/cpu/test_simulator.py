@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_pdmux.cli import main
 from vllm_pdmux.cli.simulate import slo
-from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule, PromptWork
+from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule
 from vllm_pdmux.simulator import (
     Arrival,
     DeviceProfile,
@@ -144,22 +144,6 @@ def test_short_prompts_do_not_wait_for_a_long_one_that_is_late_anyway():
     in_order, by_slack = worst(None), worst(2000.0)
     assert by_slack[-1] < 1.3 * in_order[-1]  # the long one
     assert in_order[-2] > 0.5 * in_order[-1] and by_slack[-2] < 0.1 * by_slack[-1]
-
-
-class TestWork:
-    @given(st.floats(1e3, 1e6), st.integers(1, 100_000), st.integers(0, 200_000))
-    def test_tokens_is_the_inverse(self, doubling, tokens, computed):
-        work = PromptWork(doubling)
-        assert abs(work.tokens(work.of(tokens, computed), computed) - tokens) <= 1
-
-    def test_a_token_far_back_costs_twice(self):
-        work = PromptWork(20_000)
-        assert work.of(1, 20_000) == pytest.approx(2, rel=1e-3)
-        assert PromptWork().of(500, 10**6) == 500 and PromptWork().tokens(500.0, 10**6) == 500
-
-    def test_chunks_cost_what_the_whole_costs(self):
-        work = PromptWork(30_000)
-        assert sum(work.of(1000, 1000 * i) for i in range(8)) == pytest.approx(work.of(8000))
 
 
 class TestTraces:

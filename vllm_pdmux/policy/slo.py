@@ -125,7 +125,7 @@ class SloPolicy:
         work = self._fused.work(step_ms, alone_ms, mix, full_rate)
         if work < self._needed_rate(load) * step_ms:
             work = self._fused.work(target_ms, alone_ms, mix, full_rate)
-        tokens = self._work.tokens(work, load.computed_tokens) if work else 0
+        tokens = self._work.tokens(work, load.computed_tokens)
         tokens = self._fused.with_a_graph(tokens, load.decode_batch)
         if tokens < SMALLEST_FUSED_TOKENS:
             return 0
@@ -217,7 +217,7 @@ class SloPolicy:
 
     def _switch_to(self, group: int) -> int:
         """The group of this step: `group`, unless another one was begun a moment ago."""
-        if self._group is not None and self._stay > 0:
+        if self._stay > 0:
             self._stay -= 1
         elif group != self._group:
             self._group, self._stay, self._unsettled = group, STAY, UNSETTLED
@@ -273,39 +273,46 @@ class SloPolicy:
             self._learn_beside(step)
 
     def _learn_beside(self, step: Observation) -> None:
-        slowdown = 1.0
-        mix = self._alone.mix(step.decode_batch, step.context_tokens)
         if self._paced_by_device:
-            slowdown = self._beside.slowdown(step.group, mix)
-            self._alone.bound(step.decode_batch, step.context_tokens, step.step_ms, slowdown)
-        if not self._alone.is_known:
-            return
-        alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
-        self.missed_steps += step.step_ms > self._target.of(alone_ms)
-        if self._paced_by_device and (step.group != self._group or self._unsettled > 0):
+            self._learn_group(step)
+        elif self._alone.is_known:
+            self._learn_in_turns(step)
+
+    def _learn_group(self, step: Observation) -> None:
+        mix = self._alone.mix(step.decode_batch, step.context_tokens)
+        slowdown = self._beside.slowdown(step.group, mix)
+        self._alone.bound(step.decode_batch, step.context_tokens, step.step_ms, slowdown)
+        alone_ms = self._count_missed(step)
+        if step.group != self._group or self._unsettled > 0:
             self._unsettled -= step.group == self._group
             return  # layers of the group before are still queued
-        if self._paced_by_device:
-            expected_ms = alone_ms * slowdown
-            self._beside.add_decode(step.group, step.step_ms / alone_ms, mix)
-            self._beside.add_prefill(step.group, step.prefill_work, step.step_ms, mix)
-        elif step.prefill_work and step.step_ms > alone_ms:
-            # One after the other: what is not decode is prefill.
-            rate = self._full_rate.value
-            expected_ms = alone_ms if rate is None else alone_ms + step.prefill_work / rate
-            self._full_rate.add(step.prefill_work, step.step_ms - alone_ms)
-        else:
+        self._beside.add_decode(step.group, step.step_ms / alone_ms, mix)
+        self._beside.add_prefill(step.group, step.prefill_work, step.step_ms, mix)
+        self._tail.see(step.step_ms, alone_ms * slowdown)
+
+    def _learn_in_turns(self, step: Observation) -> None:
+        """One after the other: what is not decode is prefill."""
+        alone_ms = self._count_missed(step)
+        if not step.prefill_work or step.step_ms <= alone_ms:
             return
+        rate = self._full_rate.value
+        expected_ms = alone_ms if rate is None else alone_ms + step.prefill_work / rate
+        self._full_rate.add(step.prefill_work, step.step_ms - alone_ms)
         self._tail.see(step.step_ms, expected_ms)
 
     def _learn_fused(self, step: Observation) -> None:
         rate = self._full_rate.value or self._beside.full_rate
         if rate is None or not self._alone.is_known:
             return
-        alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
-        self.missed_steps += step.step_ms > self._target.of(alone_ms)
+        alone_ms = self._count_missed(step)
         mix = self._alone.mix(step.decode_batch, step.context_tokens)
         self._fused.learn(step.step_ms, step.prefill_work, alone_ms, mix, rate)
+
+    def _count_missed(self, step: Observation) -> float:
+        """Count a step that took longer than its target. What its decode takes alone."""
+        alone_ms = self._alone.ms(step.decode_batch, step.context_tokens)
+        self.missed_steps += step.step_ms > self._target.of(alone_ms)
+        return alone_ms
 
     def _count_infeasible(self, best_ms: float, target_ms: float) -> None:
         if self.infeasible_decisions == 0:

@@ -21,7 +21,7 @@ class PromptWork:
         """The work of `tokens` new tokens of a prompt of which `computed_tokens` are computed."""
         return tokens * (1 + (computed_tokens + tokens / 2) / self.doubling_tokens)
 
-    def tokens(self, work: float, computed_tokens: int = 0) -> int:
+    def tokens(self, work: float, computed_tokens: int) -> int:
         """How many new tokens `work` is enough for; the inverse of `of`."""
         if math.isinf(self.doubling_tokens):
             return int(work)
