@@ -1,88 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slo policy's choices on a device that is as it was calibrated, by numbers.
-
-A decode step of 10 requests with 30,000 tokens of context takes 10 ms alone, a half of it fixed, and prompts go at 40
-tokens per ms. Beside prefill at 30, 20 and 10 tokens per ms it takes 20, 16 and 12 ms; slow steps take 1.15 times as
-long at first: 23, 18.4 and 13.8 ms.
-"""
+"""The groups, layers and order of prompts that policy slo chooses, by numbers."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
+from slo_cases import beside, calibrated, chosen, constant, decode, learning, load, needing, prefill, watched
 
-from vllm_pdmux.policy import (
-    ALL_LAYERS,
-    LANE_EMPTY,
-    SOONER,
-    Decision,
-    DecodeAlone,
-    FusedPrior,
-    GroupPrior,
-    Kind,
-    Load,
-    Observation,
-    Prior,
-    Prompt,
-    PromptWork,
-    Share,
-    SloPolicy,
-    Target,
-)
-
-DECODE_MS = (5.0, 0.2, 0.0001)  # 5 + 2 + 3 ms
-STEP = {"decode_batch": 10, "context_tokens": 30_000}
-# By the parts of the decode step; in one that is twice as long as its fixed part.
-GROUPS = (
-    GroupPrior((1.0, 3.0, 3.0), (33.0, 3.0)),
-    GroupPrior((1.0, 1.9, 2.4), (21.0, 1.0)),
-    GroupPrior((1.0, 1.7, 1.2), (10.0, 0.0)),
-)
-SHARES = [Share(False, 0.8), Share(False, 0.6), Share(False, 0.4)]
-ALONE_MS, FULL_RATE = 10.0, 40.0
-
-
-def constant(slowdown, rate):
-    """A group whatever the mix."""
-    return GroupPrior((slowdown, slowdown, slowdown), (rate, 0.0))
-
-
-def calibrated(itl_ms=None, ttft_ms=None, groups=GROUPS, paced=True, said=None, work=None, fused=None, graph_tokens=0):
-    """Given a wrong size of the model, which a calibration makes needless."""
-    return SloPolicy(
-        SHARES[: len(groups)],
-        Target(itl_ms, ttft_ms),
-        DecodeAlone(1.0, 0.0),
-        paced,
-        (said if said is not None else []).append,
-        work or PromptWork(),
-        Prior(DECODE_MS, FULL_RATE, groups, fused),
-        graph_tokens,
-    )
-
-
-def load(**others):
-    return Load(**{**STEP, "prefill_tokens": 4096, "model_layers": 32, "prefill_work": 4096.0, **others})
-
-
-def needing(rate, **others):
-    """One first token is to come, and 750 ms are left for it of a target of 1 s."""
-    return load(first_tokens=((rate * 750.0, 0.0),), **others)
-
-
-def beside(step_ms, work=0.0, group=1):
-    return Observation(Kind.BESIDE, step_ms, **STEP, prefill_work=work, group=group)
-
-
-def chosen(slo, *loads):
-    return [slo.decide(one).group for one in loads]
-
-
-def watched(slo, factor=1.15):
-    """What its tail is told of steps, as pairs of what was measured and what was expected; its factor stays."""
-    seen = []
-    slo._tail = SimpleNamespace(factor=factor, see=lambda *step: seen.append(step))
-    return seen
+from vllm_pdmux.policy import ALL_LAYERS, Decision, Prompt, Share, Target
 
 
 class TestGroup:
@@ -159,8 +83,8 @@ class TestOutOfReach:
     def test_what_is_hoped_for_is_in_what_is_said(self):
         """Not seen: 0.8 times what is expected of such a group."""
         said = []
-        slo = SloPolicy([Share(False, 0.515)], Target(5.0), DecodeAlone(1.0, 0.0), True, said.append)
-        slo.observe(Observation(Kind.DECODE, 10.0, **STEP))
+        slo = learning(5.0, shares=[Share(False, 0.515)], said=said)
+        slo.observe(decode())
         slo.decide(load())
         assert f"is {10.0 * 1.41 * 0.8 * 1.15:.1f} ms: " in said[0]
 
@@ -218,17 +142,17 @@ class TestFirstTokens:
         """Then it is the fastest group whose usual steps keep the target, else the one whose slow steps do."""
 
         def group(wait_ms, ttft_ms=1000.0):
-            slo = SloPolicy(SHARES, Target(17.5, ttft_ms), DecodeAlone(1.0, 0.0), True, print)
-            slo.observe(Observation(Kind.DECODE, 10.0, **STEP))
+            slo = learning(17.5, ttft_ms)
+            slo.observe(decode())
             return chosen(slo, load(oldest_wait_ms=wait_ms))
 
         assert group(0.0) == group(500.0) == group(5000.0, None) == [2]
         assert group(500.1) == [1]
 
     def test_a_rate_on_the_whole_device_is_one_that_is_known(self):
-        slo = SloPolicy(SHARES, Target(17.5, 1000.0), DecodeAlone(1.0, 0.0), True, print)
-        slo.observe(Observation(Kind.DECODE, 10.0, **STEP))
-        slo.observe(Observation(Kind.PREFILL, 100.0, prefill_work=4000.0))
+        slo = learning(17.5, 1000.0)
+        slo.observe(decode())
+        slo.observe(prefill())
         assert chosen(slo, load(oldest_wait_ms=999.0)) == [2]
         slo._group = None
         # Never tried, the second is hoped to prefill at 40 * 0.6 * 0.65 / 0.8 = 19.5.
@@ -274,115 +198,12 @@ class TestStaying:
         assert len(seen) == 1
 
 
-class TestFused:
-    """40 tokens per ms and step, after 10 ms of decode: what fits 46 ms, of which slow steps take 1.15 times as long
-    as usual, is (40 - 10) * 40 = 1,200 tokens, 30 per ms."""
-
-    def slow_lane(self, itl_ms, **others):
-        """Groups that prefill at 10 tokens per ms at most."""
-        return calibrated(itl_ms, groups=(constant(2.0, 10.0),), **others)
-
-    def test_it_is_as_many_tokens_as_slow_steps_may_have(self):
-        assert self.slow_lane(46.0).fused_tokens(load(waiting_work=1e6)) == pytest.approx(1200, abs=1)
-        assert self.slow_lane(92.0).fused_tokens(load(waiting_work=1e6)) == pytest.approx(2800, abs=1)
-
-    @pytest.mark.parametrize("others", [{"waiting_work": 0.0}, {"decode_batch": 0}])
-    def test_there_are_none_where_a_lane_has_nothing_to_do(self, others):
-        assert self.slow_lane(46.0).fused_tokens(load(**{"waiting_work": 1e6, **others})) == 0
-
-    def test_there_are_none_without_partitions_and_before_steps_were_seen(self):
-        asked = load(waiting_work=100.0)
-        assert self.slow_lane(46.0, paced=False).fused_tokens(asked) == 0
-        slo = SloPolicy(SHARES, Target(1000.0), DecodeAlone(1.0, 0.0), True, print)
-        slo.observe(Observation(Kind.PREFILL, 100.0, prefill_work=4000.0))
-        assert slo.fused_tokens(asked) == 0, "decode alone is not known"
-        slo.observe(Observation(Kind.DECODE, 10.0, **STEP))
-        assert slo.fused_tokens(asked) == pytest.approx((1000 / 1.15 - 10) * 40, abs=1)
-        slo = SloPolicy(SHARES, Target(1000.0), DecodeAlone(1.0, 0.0), True, print)
-        slo.observe(Observation(Kind.DECODE, 10.0, **STEP))
-        assert slo.fused_tokens(asked) == 0, "the rate is not known"
-
-    def test_each_part_of_the_decode_step_counts_as_calibrated(self):
-        """0.25 + 0.2 + 0.6 times decode alone, and 0.8 times the prompt."""
-        slo = self.slow_lane(46.0, fused=FusedPrior((0.5, 1.0, 2.0), 0.8))
-        assert slo.fused_tokens(load(waiting_work=1e6)) == pytest.approx((40 - 10.5) / 0.8 * 40, abs=1)
-
-    def test_a_prompt_that_waits_for_too_long_makes_the_step_four_times_as_long(self):
-        slo = self.slow_lane(None)
-        assert slo.fused_tokens(load(waiting_work=1e6, oldest_wait_ms=10_000.0)) == 0, "15 ms"
-        expected = (60 / 1.15 - 10) * 40
-        assert slo.fused_tokens(load(waiting_work=1e6, oldest_wait_ms=10_001.0)) == pytest.approx(expected, abs=1)
-
-    def test_where_first_tokens_need_more_a_usual_step_may_take_the_target(self):
-        slo = self.slow_lane(92.0, ttft_ms=1000.0)
-        few, many = (slo.fused_tokens(needing(rate, waiting_work=1e6)) for rate in (34.9, 35.1))
-        assert few == pytest.approx(2800, abs=1) and many == pytest.approx((92 - 10) * 40, abs=1)
-
-    def test_tokens_far_back_in_a_prompt_are_fewer(self):
-        """A token costs 1.5 times as much, and at the end of the step a little more."""
-        slo = self.slow_lane(46.0, work=PromptWork(10_000))
-        tokens = slo.fused_tokens(load(waiting_work=1e6, computed_tokens=5000))
-        assert tokens * (1.5 + tokens / 20_000) == pytest.approx(1200, abs=2)
-
-    def test_a_step_of_few_tokens_is_not_worth_it(self):
-        """Cut to the largest graph, which has as many tokens as decode 10 requests and 128 of a prompt."""
-        itl_ms = 1.15 * (10 + 220 / 40)  # 220 tokens
-        for graph_tokens, tokens in ((138, 128), (137, 0)):
-            slo = calibrated(itl_ms, groups=(constant(2.0, 1.0),), graph_tokens=graph_tokens)
-            assert slo.fused_tokens(load(waiting_work=1e6)) == tokens
-
-
-class TestFusedOrLane:
-    """A lane prefills at 30 tokens per ms. Its first batch ends 1.5 of its steps, of 20 ms, later: 30 ms.
-
-    A step of 46, 92 and 30.67 ms has 30, 35 and 25 tokens per ms.
-    """
-
-    def tokens(self, itl_ms, waiting_work, **others):
-        slo = calibrated(itl_ms, groups=(constant(2.0, 30.0),))
-        found = slo.fused_tokens(load(waiting_work=waiting_work, **others)) > 0
-        return found, slo.fused_reason
-
-    def test_an_empty_lane_is_begun_where_prompts_end_sooner_in_spite_of_it(self):
-        """At 25 per ms each token takes 1/150 ms more, so that 4,500 take 30 ms more."""
-        itl_ms = 1.15 * 80 / 3
-        assert self.tokens(itl_ms, 4450.0) == (True, LANE_EMPTY)
-        assert self.tokens(itl_ms, 4550.0) == (False, LANE_EMPTY)
-
-    def test_a_busy_one_is_left_where_they_end_sooner_by_a_twentieth_in_spite_of_it(self):
-        """At 35 per ms 1,000 take 28.57 ms, 30 with a twentieth more, and 33.33 in the lane: 9,000 save 30 ms."""
-        assert self.tokens(92.0, 9100.0, is_lane_busy=True) == (True, SOONER)
-        assert self.tokens(92.0, 8900.0, is_lane_busy=True) == (False, SOONER)
-        assert self.tokens(92.0, 1.0) == (True, SOONER), "an empty one"
-
-    def test_what_is_before_the_prompts_counts_in_the_rate_of_fused_steps(self):
-        """Work is what a lane's rate is of too: of tokens alone a step would have two thirds as much."""
-        slo = calibrated(1.15 * 80 / 3, groups=(constant(2.0, 30.0),), work=PromptWork(10_000))
-        assert slo.fused_tokens(load(waiting_work=4400.0, computed_tokens=5000)) > 0
-        assert slo.fused_tokens(load(waiting_work=4600.0, computed_tokens=5000)) == 0
-
-    def test_the_lane_is_the_group_that_would_be_chosen(self):
-        """Of 22.9 ms, the second with 20 tokens per ms: (19.9 - 10) * 40 / 19.9 = 19.9 in fused steps."""
-        slo = calibrated(22.9)
-        assert slo.fused_tokens(load(waiting_work=100.0)) == pytest.approx(396, abs=1)
-        assert slo.fused_reason == LANE_EMPTY
-        faster = calibrated(23.1)  # 20.1 in fused steps, and 30 in the first
-        assert not faster.fused_tokens(load(waiting_work=1e6))
-
-    def test_a_lane_whose_rate_is_not_known_is_believed_to_be_as_fast_as_the_whole_device(self):
-        slo = SloPolicy(SHARES, Target(92.0), DecodeAlone(1.0, 0.0), True, print)
-        slo.observe(Observation(Kind.PREFILL, 100.0, prefill_work=4000.0))
-        slo.observe(Observation(Kind.DECODE, 10.0, **STEP))
-        assert slo.fused_tokens(load(waiting_work=100.0)) and slo.fused_reason == LANE_EMPTY
-        assert not slo.fused_tokens(load(waiting_work=1e6)), "40 in the lane and 35 in fused steps"
-
-
 class TestOrder:
     """10 tokens per ms and a target of 1 s: a prompt of 100 tokens that has just come has 990 ms to spare."""
 
     def slo(self, ttft_ms=1000.0):
-        slo = SloPolicy(SHARES, Target(20.0, ttft_ms), DecodeAlone(1.0, 0.0), True, print)
-        slo.observe(Observation(Kind.PREFILL, 100.0, prefill_work=1000.0))
+        slo = learning(20.0, ttft_ms)
+        slo.observe(prefill(10.0))
         return slo
 
     def prompt(self, slack_ms):
@@ -428,7 +249,7 @@ class TestOrder:
 
     def test_as_well_as_where_no_group_has_a_rate(self):
         slo = self.slo()
-        slo.observe(Observation(Kind.DECODE, 10.0, **STEP))
+        slo.observe(decode())
         slo.decide(load())
         late, in_time, other = Prompt(10_100.0, 0.0), Prompt(9_900.0, 0.0), Prompt(1.0, 0.0)
         assert slo.overtakes(in_time, other) and not slo.overtakes(late, other)
@@ -436,7 +257,7 @@ class TestOrder:
     def test_without_a_target_or_a_rate_they_keep_their_order(self):
         first, second = self.prompt(4.0), self.prompt(5.0)
         assert self.slo().overtakes(first, second) and not self.slo(None).overtakes(first, second)
-        unknowing = SloPolicy(SHARES, Target(20.0, 1000.0), DecodeAlone(1.0, 0.0), True, print)
+        unknowing = learning(20.0, 1000.0)
         assert not unknowing.overtakes(first, second)
 
 
@@ -474,182 +295,16 @@ class TestLayers:
     @pytest.mark.parametrize(("model_layers", "layers"), [(32, 4), (33, 4), (39, 4), (40, 5), (8, 1), (3, 1)])
     def test_an_eighth_as_long_as_something_is_not_known(self, model_layers, layers):
         asked = load(model_layers=model_layers)
-        unknowing = SloPolicy(SHARES, Target(46.0), DecodeAlone(1.0, 0.0), False, print)
+        unknowing = learning(46.0, paced=False)
         assert unknowing.decide(asked).layers == layers
-        unknowing.observe(Observation(Kind.PREFILL, 100.0, prefill_work=4000.0))
+        unknowing.observe(prefill())
         assert unknowing.decide(asked).layers == layers, "decode alone is not known"
-        no_rate = SloPolicy(SHARES, Target(46.0), DecodeAlone(1.0, 0.0), False, print)
-        no_rate.observe(Observation(Kind.DECODE, 10.0, **STEP))
+        no_rate = learning(46.0, paced=False)
+        no_rate.observe(decode())
         assert no_rate.decide(asked).layers == layers
         assert self.layers(46.0, load(model_layers=model_layers, prefill_work=0.0)) == layers
 
 
-class TestExpected:
-    """What metrics are told of a step."""
-
-    def test_of_a_step_beside_prefill_what_was_decided_with(self):
-        slo = calibrated(100.0)
-        assert slo.expected_ms(beside(1.0)) is None, "no group is in use"
-        slo.decide(load())
-        for _ in range(2):
-            assert slo.expected_ms(beside(1.0)) is None, "layers of another may be queued"
-            slo.observe(beside(20.0, 600.0))
-        assert slo.expected_ms(beside(1.0)) == pytest.approx(20.0)
-        assert slo.expected_ms(beside(1.0, group=2)) is None
-        assert slo.expected_ms(Observation(Kind.BESIDE, 1.0, 10, 80_000, group=1)) == pytest.approx(30.0)
-
-    @pytest.mark.parametrize("kind", [Kind.DECODE, Kind.PREFILL, Kind.FUSED])
-    @pytest.mark.parametrize("paced", [True, False])
-    def test_of_others_nothing(self, kind, paced):
-        slo = calibrated(100.0, paced=paced)
-        slo.decide(load())
-        slo._unsettled = 0
-        step = Observation(kind, 20.0, **STEP, prefill_work=600.0, group=1)
-        assert slo.expected_ms(step) is None
-
-    def test_nothing_before_decode_alone_is_known(self):
-        slo = SloPolicy(SHARES, Target(46.0), DecodeAlone(1.0, 0.0), False, print)
-        slo.observe(Observation(Kind.PREFILL, 100.0, prefill_work=4000.0))
-        assert slo.expected_ms(beside(20.0, 600.0)) is None
-
-    def test_without_partitions_decode_and_what_goes_through(self):
-        assert calibrated(46.0, paced=False).expected_ms(beside(1.0, 400.0)) == pytest.approx(10.0 + 10.0)
-
-    def test_the_target_is_of_itl_or_follows_from_decode_alone(self):
-        assert calibrated(46.0).target_ms(beside(1.0)) == 46.0
-        assert calibrated().target_ms(beside(1.0)) == pytest.approx(15.0)
-        assert calibrated().target_ms(Observation(Kind.BESIDE, 1.0, 10, 80_000)) == pytest.approx(22.5)
-        unknowing = SloPolicy(SHARES, Target(), DecodeAlone(1.0, 0.0), True, print)
-        assert unknowing.target_ms(beside(1.0)) is None
-
-
-class TestLearning:
-    def settled(self, itl_ms=100.0, **others):
-        """The first group is in use, with none of another's layers."""
-        slo = calibrated(itl_ms, **others)
-        slo.decide(load())
-        slo._unsettled = 0
-        return slo
-
-    def test_from_what_steps_of_one_lane_take(self):
-        slo = calibrated(46.0)
-        slo.observe(Observation(Kind.DECODE, 12.0, **STEP))
-        assert slo._alone.ms(10, 30_000) == pytest.approx(10.0 * (1 + 0.2 / 6))
-        slo.observe(Observation(Kind.PREFILL, 500.0, prefill_work=10_000.0))
-        assert slo._full_rate.value == pytest.approx(30.0, rel=0.02)
-
-    def test_not_from_a_clock_that_goes_backwards(self):
-        for kind in Kind:
-            slo = self.settled()
-            before = slo._alone.ms(10, 30_000), slo._full_rate.value, slo._beside.beliefs()
-            for step_ms in (-1.0, 0.0, 0.009):
-                slo.observe(Observation(kind, step_ms, **STEP, prefill_work=1.0, group=1))
-            assert before == (slo._alone.ms(10, 30_000), slo._full_rate.value, slo._beside.beliefs())
-        slo.observe(Observation(Kind.DECODE, 0.01, **STEP))
-        assert slo._alone.ms(10, 30_000) < 10.0
-
-    def test_steps_beside_prefill_tell_of_their_group(self):
-        slo = self.settled()
-        seen, mix = watched(slo), slo._mix_of(load())
-        slo.observe(beside(25.0, 500.0))  # 2.5 times decode alone, and 20 per ms
-        assert seen == [(25.0, pytest.approx(20.0))]
-        own = 1 + 0.25 / 3
-        assert slo._beside.slowdown(1, mix) == pytest.approx(2.0 * own * (1 + (1.25 / own - 1) / 3))
-        assert slo._beside.beliefs(mix)[0].rate == pytest.approx(20.0)
-        assert slo._full_rate.value == 40.0
-
-    def test_one_that_is_shorter_than_decode_alone_tells_of_that(self):
-        slo = self.settled()
-        slo.observe(beside(8.0, 500.0))
-        assert slo._alone.ms(10, 30_000) == pytest.approx(10.0 - 2.0 / 6)
-
-    def test_the_first_that_is_seen_is_believed_to_be_slowed_down_as_its_group_is(self):
-        slo = SloPolicy([Share(False, 0.515)], Target(46.0), DecodeAlone(1.0, 0.0), True, print)
-        slo.observe(beside(14.1, 100.0))
-        assert slo._alone.ms(10, 30_000) == pytest.approx(10.0)
-
-    def test_steps_that_took_longer_than_the_target_are_counted(self):
-        for kind in (Kind.BESIDE, Kind.FUSED):
-            slo = self.settled(46.0)
-            counts = []
-            for step_ms in (46.0, 46.1, 1.0, 50.0):
-                slo.observe(Observation(kind, step_ms, **STEP, prefill_work=100.0, group=1))
-                counts.append(slo.missed_steps)
-            assert counts == [0, 1, 1, 2]
-
-    def test_those_of_another_group_as_well_and_without_a_target_by_decode_alone(self):
-        for kind in (Kind.BESIDE, Kind.FUSED):
-            slo = self.settled(None)
-            slo.observe(Observation(kind, 14.9, **STEP, group=3))
-            slo.observe(Observation(kind, 15.3, **STEP, group=2))
-            assert slo.missed_steps == 1
-
-    def test_fused_steps_tell_of_fused_steps(self):
-        slo = calibrated(46.0, groups=(constant(2.0, 10.0),))
-        slo.observe(Observation(Kind.FUSED, 48.0, **STEP, prefill_work=1200.0))  # 1.2 times what was expected
-        step_ms = slo._fused.ms(1200.0, ALONE_MS, slo._mix_of(load()), FULL_RATE)
-        assert step_ms == pytest.approx(40.0 * (1 + 0.2 / 6))
-        assert slo.fused_tokens(load(waiting_work=1e6)) < 1200
-        assert slo._full_rate.value == FULL_RATE and slo._beside.slowdown(1) == 2.0
-
-    def test_by_the_parts_of_the_decode_step(self):
-        slo = calibrated(46.0, fused=FusedPrior((0.5, 1.0, 2.0), 0.8))
-        slo.observe(Observation(Kind.FUSED, 1.2 * 34.5, **STEP, prefill_work=1200.0))  # 10.5 + 24 ms
-        step_ms = slo._fused.ms(1200.0, ALONE_MS, slo._mix_of(load()), FULL_RATE)
-        assert step_ms == pytest.approx(34.5 * (1 + 0.2 / 6))
-
-    @pytest.mark.parametrize("first", [Kind.PREFILL, Kind.DECODE])
-    def test_but_not_before_decode_and_prefill_are_known(self, first):
-        slo = SloPolicy(SHARES, Target(46.0), DecodeAlone(1.0, 0.0), True, print)
-        slo.observe(Observation(first, 100.0, **STEP, prefill_work=4000.0))
-        slo.observe(Observation(Kind.FUSED, 100.0, **STEP, prefill_work=1200.0))
-        assert slo.missed_steps == 0
-
-    def test_where_prefill_was_never_alone_the_groups_tell_what_fused_steps_should_take(self):
-        slo = SloPolicy([Share(False, 0.8)], Target(46.0), DecodeAlone(1.0, 0.0), True, print)
-        slo.observe(Observation(Kind.DECODE, 10.0, **STEP))
-        slo.decide(load())
-        slo._unsettled = 0
-        slo.observe(beside(20.0, 0.52 * 40.0 * 20.0))  # of 0.8 of the SMs, at 0.65 of what they do alone
-        slo.observe(Observation(Kind.FUSED, 48.0, **STEP, prefill_work=1200.0))
-        step_ms = slo._fused.ms(1200.0, ALONE_MS, slo._mix_of(load()), FULL_RATE)
-        assert step_ms == pytest.approx(40.0 * (1 + 0.2 / 6))
-
-
-class TestLearningWithoutPartitions:
-    """One lane after the other: what is not decode is prefill."""
-
-    def test_the_rest_of_a_step_tells_the_rate_of_prefill(self):
-        slo = SloPolicy(SHARES, Target(46.0), DecodeAlone(1.0, 0.0), False, print)
-        slo.observe(Observation(Kind.DECODE, 10.0, **STEP))
-        seen = watched(slo)
-        slo.observe(beside(20.0, 200.0))
-        assert slo._full_rate.value == pytest.approx(20.0)
-        assert seen == [(20.0, pytest.approx(10.0))], "only decode was expected"
-        slo.observe(beside(40.0, 400.0))
-        assert seen[1:] == [(40.0, pytest.approx(10.0 + 20.0))]
-        assert slo._alone.ms(10, 30_000) == pytest.approx(10.0) and not slo._beside.knows_a_rate
-
-    @pytest.mark.parametrize("step", [beside(20.0, 0.0), beside(9.0, 200.0)])
-    def test_a_step_without_a_rest_or_without_work_says_nothing(self, step):
-        slo = calibrated(8.0, paced=False)
-        seen = watched(slo)
-        slo.observe(step)
-        assert not seen and slo._full_rate.value == FULL_RATE and slo._alone.ms(10, 30_000) == pytest.approx(10.0)
-        assert slo.missed_steps == 1
-
-    def test_nothing_is_learned_before_decode_alone_is_known(self):
-        slo = SloPolicy(SHARES, Target(46.0), DecodeAlone(1.0, 0.0), False, print)
-        slo.observe(beside(100.0, 200.0))
-        assert slo._full_rate.value is None and slo.missed_steps == 0 and not slo._alone.is_known
-
-
 def test_before_decode_alone_is_known_it_gets_the_most_even_if_targets_are_loose():
-    slo = SloPolicy(SHARES, Target(math.inf), DecodeAlone(1.0, 0.0), True, print)
+    slo = learning(math.inf)
     assert chosen(slo, load()) == [3] and slo.infeasible_decisions == 0
-
-
-def test_at_first_nothing_was_missed_and_nothing_fused():
-    slo = calibrated(46.0)
-    assert (slo.fused_reason, slo.missed_steps, slo.infeasible_decisions) == ("", 0, 0)
-    assert slo.observes and slo.fuses
