@@ -177,6 +177,10 @@ class TestPriors:
         assert belief.rate == pytest.approx(16.0)  # the step is as long again as its fixed part
         assert slowdowns(found) == [1.0] and rates(found) == [20.0]
 
+    def test_they_have_as_many_parts_as_a_decode_step(self):
+        with pytest.raises(ValueError, match="zip"):
+            GroupPrior((1.0, 2.0), (20.0, 4.0)).slowdown(MIX)
+
     def test_there_is_one_for_each_group(self):
         with pytest.raises(ValueError, match=r"^1 priors for 2 groups$"):
             Beside(capped(0.8, 0.6), [GroupPrior((1.0, 1.0, 1.0), (1.0, 0.0))])
@@ -213,6 +217,15 @@ class TestSlowdowns:
             found.add_decode(2, 1.5)
         assert slowdowns(found) == pytest.approx([3.0, 1.5], rel=0.02)
 
+    def test_what_is_peculiar_is_learned_slowly_and_the_rest_quickly(self):
+        found = beside(2.0, 2.0)
+        for _ in range(600):
+            found.add_decode(1, 2.0)
+        for _ in range(40):
+            found.add_decode(1, 3.0)
+        own, other = slowdowns(found)
+        assert own == pytest.approx(2.9, rel=0.03) and 1.05 < own / other < 1.15
+
     def test_a_clock_that_is_wrong_counts_as_one_to_twenty_times(self):
         for said, is_like in ((1e9, 20.0), (0.001, 1.0)):
             wrong, right = beside(2.0), beside(2.0)
@@ -229,8 +242,8 @@ class TestSlowdowns:
 
     def test_with_fewer_sms_for_prefill_it_is_not_slower_than_with_more_however_groups_are_ordered(self):
         shares = [Share(False, 0.5), Share(True, 0.6), Share(False, 0.8), Share(True, 0.7)]
-        priors = [GroupPrior((slow, slow, slow), (1.0, 0.0)) for slow in (1.9, 2.5, 1.7, 3.0)]
-        assert slowdowns(Beside(shares, priors)) == [1.7, 2.5, 1.7, 3.0]
+        priors = [GroupPrior((slow, slow, slow), (1.0, 0.0)) for slow in (1.9, 3.5, 1.7, 3.0)]
+        assert slowdowns(Beside(shares, priors)) == [1.7, 3.0, 1.7, 3.0]
 
     def test_nothing_is_believed_to_be_more_than_twenty_times_as_slow(self):
         assert slowdowns(beside(30.0, 25.0, 3.0)) == [20.0, 20.0, 3.0]
@@ -298,6 +311,14 @@ class TestHope:
         found.add_decode(2, 1.5)
         assert self.hopes(found) == [0.8, 1.0]
         assert self.hopes(beside(2.0, 1.5)) == [1.0, 1.0]
+
+    def test_of_one_that_was_calibrated_and_not_seen_in_the_first_thousand_steps(self):
+        found = beside(2.0, 1.5)
+        for _ in range(999):
+            found.add_decode(2, 1.5)
+        assert self.hopes(found) == [1.0, 1.0]
+        found.add_decode(2, 1.5)
+        assert self.hopes(found) == [0.93, 1.0]
 
     @pytest.mark.parametrize("found", [Beside(capped(0.8, 0.6)), beside(2.0, 1.5)], ids=["learned", "calibrated"])
     def test_and_of_one_that_was_not_seen_for_a_thousand_steps(self, found):

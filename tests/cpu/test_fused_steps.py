@@ -74,6 +74,13 @@ class TestLearning:
         assert fused.ms(0.0, *DEVICE) == pytest.approx(15.0 + 3.0 / 6)
         assert fused.ms(1200.0, *DEVICE) == 40.0
 
+    def test_a_step_counts_as_half_more_than_was_believed_at_most(self):
+        fused = FusedSteps()
+        learn(fused, 120.0, 1200.0)
+        learn(fused, 40.0, 0.0)
+        assert fused.ms(0.0, *DEVICE) == pytest.approx(15.0 + 7.5 / 6)
+        assert fused.ms(1200.0, *DEVICE) == pytest.approx(40.0 * (1 + 0.5 / 6 * 6 / 7)), "the second doubts the first"
+
     @pytest.mark.parametrize(("step_ms", "floor_ms"), [(5.0, 10.0), (1e6, 40.0)])
     def test_the_floor_is_one_to_four_times_decode_alone_at_most(self, step_ms, floor_ms):
         fused = FusedSteps()

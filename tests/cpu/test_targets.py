@@ -24,7 +24,7 @@ class TestItl:
         target = Target(12.0, None, 500.0, 15.0)
         assert (target.of(20.0, 500.0), target.of(20.0, 500.1)) == (12.0, 15.0)
         assert Target(12.0, None, 500.0, 9.0).of(20.0, 501.0) == 12.0, "never below the target"
-        assert Target(12.0, None, 0.0).of(20.0, 0.0) == 12.0 < Target(12.0, None, 0.0).of(20.0, 0.1)
+        assert Target(12.0, None, 0.0).of(20.0) == 12.0 < Target(12.0, None, 0.0).of(20.0, 0.1)
 
 
 class TestNeededRate:
