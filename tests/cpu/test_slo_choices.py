@@ -100,6 +100,13 @@ class TestFirstTokens:
     def test_where_the_safe_groups_are_too_slow_for_them_usual_steps_count(self, needed, group):
         assert chosen(calibrated(20.01, 1000.0), needing(needed)) == [group]
 
+    def test_while_the_fastest_group_is_safe_and_fast_enough_it_is_that_one(self):
+        """Though another one would do with shorter steps."""
+        slo = calibrated(100.0, 1000.0, (constant(2.0, 30.0), constant(1.6, 28.0)))
+        assert chosen(slo, needing(27.0)) == [1], "none is in use yet"
+        slo._stay = 0
+        assert chosen(slo, needing(27.0)) == [1]
+
     def test_of_those_that_are_fast_enough_it_is_the_one_with_the_shortest_steps(self):
         groups = (constant(2.0, 30.0), constant(1.9, 25.0), constant(1.2, 10.0))
         assert chosen(calibrated(20.01, 1000.0, groups), needing(22.0)) == [2]

@@ -43,6 +43,11 @@ class TestExpected:
         step = Observation(kind, 20.0, **STEP, prefill_work=600.0, group=1)
         assert slo.expected_ms(step) is None
 
+    def test_nothing_without_partitions_before_a_rate_is_known(self):
+        slo = learning(46.0, paced=False)
+        slo.observe(decode())
+        assert slo.expected_ms(beside(20.0, 600.0)) is None
+
     def test_nothing_before_decode_alone_is_known(self):
         slo = learning(46.0, paced=False)
         slo.observe(prefill())
@@ -166,7 +171,7 @@ class TestLearningWithoutPartitions:
         assert seen[1:] == [(40.0, pytest.approx(10.0 + 20.0))]
         assert slo._alone.ms(10, 30_000) == pytest.approx(10.0) and not slo._beside.knows_a_rate
 
-    @pytest.mark.parametrize("step", [beside(20.0, 0.0), beside(9.0, 200.0)])
+    @pytest.mark.parametrize("step", [beside(20.0, 0.0), beside(9.0, 200.0), beside(10.0, 200.0)])
     def test_a_step_without_a_rest_or_without_work_says_nothing(self, step):
         slo = calibrated(8.0, paced=False)
         seen = watched(slo)
