@@ -122,6 +122,11 @@ def test_the_fixed_policy_ignores_the_batch():
     assert {FixedPolicy(3, 6, FOUR_LAYERS).decide(busy(batch)) for batch in (1, 12, 500)} == {Decision(3, 4)}
 
 
+@pytest.mark.parametrize("group", [1, 6])
+def test_the_fixed_group_may_be_the_first_or_the_last(group):
+    assert FixedPolicy(group, 6, FOUR_LAYERS).decide(busy(12)).group == group
+
+
 @pytest.mark.parametrize("group", [0, 7])
 def test_the_fixed_group_must_be_a_mixed_one(group):
     with pytest.raises(ValueError, match=f"group {group} is not one of the mixed groups 1..6"):
