@@ -62,6 +62,11 @@ def check_source(raw: Mapping[Any, Any], label: str, *, is_file: bool) -> dict[s
     return values
 
 
+class _GivenTwice(ValueError):
+    def __init__(self, key: str):
+        super().__init__(f"{reprlib.repr(key)} is given twice")
+
+
 class _Loader(yaml.SafeLoader):
     """Without aliases: a few lines of them may stand for more than any memory holds, and no setting needs one.
 
@@ -80,31 +85,37 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, "aliases are not read: write the value out", where)
         return super().compose_node(parent, index)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """PyYAML calls it once for each mapping, before it puts in what is merged (<<) and makes a dict."""
         given = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in given:
-                    problem = f"{reprlib.repr(key.value)} is given twice"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                    raise yaml.constructor.ConstructorError(None, None, str(_GivenTwice(key.value)), key.start_mark)
                 given.add(key.value)
-        return super().construct_mapping(node, deep)
+        super().flatten_mapping(node)
 
 
 def _parse(content: bytes, label: str) -> Any:
     try:
         return yaml.load(content, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except Exception as error:  # noqa: BLE001 - PyYAML reads !!bool x with a KeyError, !!int "" with an IndexError
+        reason = _yaml_reason(error)
         try:
             return json.loads(content, object_pairs_hook=_given_once)  # JSON indented with tabs is not YAML
+        except _GivenTwice as twice:
+            reason = str(twice)
         except (ValueError, RecursionError):
-            raise ConfigError(f"{label}: is not YAML or JSON ({_yaml_reason(error)}): correct it there") from None
+            pass
+        raise ConfigError(f"{label}: is not YAML or JSON ({reason}): correct it there") from None
 
 
 def _given_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _GivenTwice(key)
+        values[key] = value
     return values
 
 

@@ -80,7 +80,8 @@ REFUSALS = (
     Refusal(
         "data parallelism",
         _data_parallelism,
-        "start one server per GPU instead; on a CPU models without experts are served with the backend mp",
+        "set --data-parallel-size 1 and start several servers; on a CPU models without experts are served with "
+        "--data-parallel-backend mp",
     ),
     Refusal(
         "decode context parallelism",

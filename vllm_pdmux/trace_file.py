@@ -27,8 +27,10 @@ class TraceFileError(OSError):
 
 def path_of_engine(path: Path, engine: int) -> Path:
     """The file of one of several engines (data parallelism): the first has `path`, and steps.json of the second is
-    steps.engine1.json."""
-    return path if engine == 0 else path.with_name(f"{path.stem}.engine{engine}{path.suffix}")
+    steps.engine1.json. A device is for all of them, and what can be no file is left for TraceFile to name."""
+    if engine == 0 or (path.exists() and not path.is_file()):
+        return path
+    return path.with_name(f"{path.stem}.engine{engine}{path.suffix}")
 
 
 class TraceFile:

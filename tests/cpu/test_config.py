@@ -217,7 +217,15 @@ MALFORMED = {
     ),
     "a key twice in JSON that is not YAML": (
         '{\n\t"sm_group_num": 8,\n\t"sm_group_num": 9\n}',
-        "is not YAML or JSON (",
+        "is not YAML or JSON ('sm_group_num' is given twice): correct it there",
+    ),
+    "a key twice in what is merged": (
+        "<<: {sm_group_num: 8, sm_group_num: 9}",
+        "is not YAML or JSON ('sm_group_num' is given twice, line 1, column 23): correct it there",
+    ),
+    "a mapping that is none": (
+        "sm_group_num: !!map foo",
+        "is not YAML or JSON (expected a mapping node, but found scalar, line 1, column 15): correct it there",
     ),
     "not text": (b"\x00\xff\x01", "is not YAML or JSON ("),
     "bad date": ("sm_group_num: 2024-13-45", "is not YAML or JSON (month must be in 1..12)"),

@@ -83,4 +83,7 @@ def test_on_a_cpu_it_is_refused_for_models_with_experts_and_other_backends(paral
         assert found == []
     else:
         (problem,) = found
-        assert problem.startswith(f"data parallelism ({value}) is not supported: start one server per GPU")
+        assert problem == (
+            f"data parallelism ({value}) is not supported: set --data-parallel-size 1 and start several servers; "
+            "on a CPU models without experts are served with --data-parallel-backend mp"
+        )

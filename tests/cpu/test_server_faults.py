@@ -34,9 +34,9 @@ def server(tmp_path, tiny_model_path, request):
         print(server.log.read_text()[-6000:])  # pytest shows it of a failure
 
 
-def in_mid_prefill(server):
+def in_mid_prefill(server, timeout_s=HANG_LIMIT_S):
     """Clients whose answers stream, and one whose prompt is in the lane."""
-    settings = {"salt": "faults", "timeout_s": LEAVES_AFTER_S, **PRINTABLE}
+    settings = {"salt": "faults", "timeout_s": timeout_s, **PRINTABLE}
     chats = [Chat(server, question, 800, **settings) for question in QUESTIONS]
     for chat in chats:
         chat.wait_until(lambda chat=chat: len(chat.pieces) >= 3)
@@ -64,7 +64,7 @@ def test_an_engine_that_is_killed_ends_the_server_and_every_client_is_told(serve
 
 
 def test_an_interrupt_ends_the_server(server):
-    clients = in_mid_prefill(server)
+    clients = in_mid_prefill(server, LEAVES_AFTER_S)
     family = server.descendants()
     server.process.send_signal(signal.SIGINT)
     assert_all_ended(server, clients, family)

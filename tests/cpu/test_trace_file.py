@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm_pdmux.messages import LaneReport, PrefillOrder, Run
 from vllm_pdmux.step_times import StepTime
 from vllm_pdmux.trace import StepTrace
-from vllm_pdmux.trace_file import TraceFile, TraceFileError
+from vllm_pdmux.trace_file import TraceFile, TraceFileError, path_of_engine
 
 
 @pytest.fixture
@@ -148,6 +148,17 @@ def test_an_end_that_cannot_be_written_is_said_and_closing_goes_on(path, said, c
 def test_a_file_that_cannot_be_opened_is_an_error_that_names_the_setting(tmp_path, said):
     with pytest.raises(TraceFileError, match=r"trace_file is .*/nowhere/trace.json but cannot be written .*: name a"):
         TraceFile(tmp_path / "nowhere" / "trace.json", said.append)
+
+
+def test_each_of_several_engines_has_a_file(tmp_path):
+    for name, second in (("steps.json", "steps.engine1.json"), ("steps", "steps.engine1")):
+        assert path_of_engine(tmp_path / name, 0) == tmp_path / name
+        assert path_of_engine(tmp_path / name, 1) == tmp_path / second
+
+
+@pytest.mark.parametrize("path", ["/dev/null", ".", "/"])
+def test_what_is_no_file_is_the_same_for_all_engines(path):
+    assert path_of_engine(Path(path), 1) == Path(path)
 
 
 @pytest.mark.engine
