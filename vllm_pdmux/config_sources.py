@@ -63,8 +63,8 @@ def check_source(raw: Mapping[Any, Any], label: str, *, is_file: bool) -> dict[s
 
 
 class _GivenTwice(ValueError):
-    def __init__(self, key: str):
-        super().__init__(f"{reprlib.repr(key)} is given twice")
+    def __init__(self, key: str, where: str = ""):
+        super().__init__(f"{reprlib.repr(key)} is given twice{where}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -91,7 +91,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in given:
-                    raise yaml.constructor.ConstructorError(None, None, str(_GivenTwice(key.value)), key.start_mark)
+                    raise _GivenTwice(key.value, f", the second time in line {key.start_mark.line + 1}")
                 given.add(key.value)
         super().flatten_mapping(node)
 
@@ -99,15 +99,15 @@ class _Loader(yaml.SafeLoader):
 def _parse(content: bytes, label: str) -> Any:
     try:
         return yaml.load(content, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except _GivenTwice as twice:
+        raise ConfigError(f"{label}: {twice}: remove one of them") from None
     except Exception as error:  # noqa: BLE001 - PyYAML reads !!bool x with a KeyError, !!int "" with an IndexError
-        reason = _yaml_reason(error)
         try:
             return json.loads(content, object_pairs_hook=_given_once)  # JSON indented with tabs is not YAML
         except _GivenTwice as twice:
-            reason = str(twice)
+            raise ConfigError(f"{label}: {twice}: remove one of them") from None
         except (ValueError, RecursionError):
-            pass
-        raise ConfigError(f"{label}: is not YAML or JSON ({reason}): correct it there") from None
+            raise ConfigError(f"{label}: is not YAML or JSON ({_yaml_reason(error)}): correct it there") from None
 
 
 def _given_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -213,15 +213,15 @@ MALFORMED = {
     "not YAML": ("sm_group_num: [8", "is not YAML or JSON (while parsing a flow sequence, expected ',' or ']'"),
     "a key twice": (
         "sm_group_num: 8\nsm_group_num: 9",
-        "is not YAML or JSON ('sm_group_num' is given twice, line 2, column 1): correct it there",
+        "pdmux.yml: 'sm_group_num' is given twice, the second time in line 2: remove one of them",
     ),
     "a key twice in JSON that is not YAML": (
         '{\n\t"sm_group_num": 8,\n\t"sm_group_num": 9\n}',
-        "is not YAML or JSON ('sm_group_num' is given twice): correct it there",
+        "pdmux.yml: 'sm_group_num' is given twice: remove one of them",
     ),
     "a key twice in what is merged": (
         "<<: {sm_group_num: 8, sm_group_num: 9}",
-        "is not YAML or JSON ('sm_group_num' is given twice, line 1, column 23): correct it there",
+        "pdmux.yml: 'sm_group_num' is given twice, the second time in line 1: remove one of them",
     ),
     "a mapping that is none": (
         "sm_group_num: !!map foo",
