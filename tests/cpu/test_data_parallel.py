@@ -45,6 +45,7 @@ def test_each_engine_answers_as_stock_vllm_and_has_its_own_lane(tmp_path, tiny_m
     arguments = (
         *STOCK,
         *("--scheduler-cls", "vllm_pdmux.Scheduler", "--data-parallel-size", str(ENGINES)),
+        *("--shutdown-timeout", str(HANG_LIMIT_S)),  # without it vLLM kills engines while they close their traces
         *("--additional-config", json.dumps({"pdmux": {"layers_per_group": 1, "trace_file": str(trace)}})),
     )
     with serving(tmp_path / "log", tiny_model_path, arguments) as server:
