@@ -26,6 +26,10 @@ def _parallel(name: str, flag: str) -> Callable[[VllmConfig], object]:
     return lambda config: getattr(config.parallel_config, name) and flag
 
 
+def _more_than_one(name: str, flag: str) -> Callable[[VllmConfig], object]:
+    return lambda config: (size := getattr(config.parallel_config, name)) > 1 and f"{flag} {size}"
+
+
 def _environment(name: str) -> Callable[[VllmConfig], object]:
     def is_on(config: VllmConfig) -> object:
         from vllm.envs import environment_variables
@@ -55,11 +59,7 @@ REFUSALS = (
         lambda c: c.model_config.is_moe and f"model {c.model_config.model}",
         "set --tensor-parallel-size 1",
     ),
-    Refusal(
-        "more than one machine",
-        lambda c: (nodes := c.parallel_config.nnodes) > 1 and f"--nnodes {nodes}",
-        "set --nnodes 1",
-    ),
+    Refusal("more than one machine", _more_than_one("nnodes", "--nnodes"), "set --nnodes 1"),
     Refusal(
         "an executor other than mp",
         lambda c: (name := c.parallel_config.distributed_executor_backend) != "mp" and str(name),
@@ -88,7 +88,7 @@ REFUSALS = (
     # Each is served with one rank, and was not tried with several.
     Refusal(
         "data parallelism",
-        lambda c: (size := c.parallel_config.data_parallel_size) > 1 and f"--data-parallel-size {size}",
+        _more_than_one("data_parallel_size", "--data-parallel-size"),
         "set --data-parallel-size 1",
     ),
     Refusal("LoRA", lambda c: c.lora_config and "--enable-lora", "drop --enable-lora"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallelism of a model without experts: its engines are independent of each other, and each has a lane, metrics
-and a trace of its own. `test_bad_input` has what is refused."""
+and a trace of its own. What is refused on a GPU is in `test_bad_input`."""
 
 import json
 import signal
@@ -11,13 +11,11 @@ from metrics_page import Page
 from process_helpers import HANG_LIMIT_S
 from server import Chat, serving, still_alive
 from test_bad_input import servable
-from tiny_model import LAYERS
+from tiny_model import CHAT_TEMPLATE, LAYERS, PRINTABLE
 
 from vllm_pdmux.support import problems
 
 ENGINES = 2
-PRINTABLE = {"allowed_token_ids": [*range(94)]}  # the model's tokens are bytes: each is a piece of text
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 STOCK = ("--chat-template", CHAT_TEMPLATE, "--max-model-len", "2048", "--enforce-eager")
 QUESTIONS = ("Why is the sky blue?", "What is rain?")
 LONG_PROMPTS = tuple(
@@ -26,9 +24,9 @@ LONG_PROMPTS = tuple(
 ANSWER_TOKENS, FIRST_TOKENS = 400, 8
 
 
-def served_at_once(server, engine, salt):
-    """Two answers stream from `engine` (None: the only one) when two clients come with long prompts: all the texts."""
-    settings = {"salt": salt, "engine": engine, **PRINTABLE}
+def served_at_once(server, engine=None):
+    """Two answers stream from `engine` (None: the only one) when two come with long prompts: the four clients."""
+    settings = {"salt": "at once", "engine": engine, **PRINTABLE}
     chats = [Chat(server, question, ANSWER_TOKENS, **settings) for question in QUESTIONS]
     for chat in chats:
         chat.wait_until(lambda chat=chat: chat.pieces)
@@ -40,7 +38,7 @@ def served_at_once(server, engine, salt):
 @pytest.mark.slow
 def test_each_engine_answers_as_stock_vllm_and_has_its_own_lane(tmp_path, tiny_model_path):
     with serving(tmp_path / "stock", tiny_model_path, STOCK) as server:
-        expected = [chat.text() for chat in served_at_once(server, None, "at once")]
+        expected = [chat.text() for chat in served_at_once(server)]
     trace = tmp_path / "steps.json"
     arguments = (
         *STOCK,
@@ -49,7 +47,7 @@ def test_each_engine_answers_as_stock_vllm_and_has_its_own_lane(tmp_path, tiny_m
         *("--additional-config", json.dumps({"pdmux": {"layers_per_group": 1, "trace_file": str(trace)}})),
     )
     with serving(tmp_path / "log", tiny_model_path, arguments) as server:
-        clients = [served_at_once(server, engine, "at once") for engine in range(ENGINES)]
+        clients = [served_at_once(server, engine) for engine in range(ENGINES)]
         texts = [[chat.text() for chat in of_engine] for of_engine in clients]
         page = server.get("metrics")
         family = server.descendants()

@@ -9,12 +9,10 @@ import psutil
 import pytest
 from process_helpers import HANG_LIMIT_S
 from server import Chat, serving, still_alive
+from tiny_model import CHAT_TEMPLATE, PRINTABLE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-# The tiny model's tokens are bytes. Printable ones alone, so that each is a piece of text.
-PRINTABLE = {"allowed_token_ids": [*range(94)]}
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 QUESTIONS = ("Why is the sky blue?", "What is rain?", "Who keeps bees?")
 LONG_PROMPT = " ".join(f"Ship {number} carries {number * 7 % 50} boxes." for number in range(30))
 # vLLM kills its engine in the moment in which it asks it to stop, so that the engine tells its clients only if it is

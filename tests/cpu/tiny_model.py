@@ -13,6 +13,8 @@ from pathlib import Path
 LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, EOS = 8, 128, 4, 2, 256, 256
 HEAD = HIDDEN // HEADS
 VOCAB = 257  # all bytes, and the end of a sequence
+PRINTABLE = {"allowed_token_ids": [*range(94)]}  # for a request of a server: each token is a piece of text
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # its tokenizer has none
 
 
 def build(folder: Path) -> Path:
