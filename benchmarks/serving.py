@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import shlex
 import signal
 import socket
@@ -15,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from arrivals import Request, Seen, summary
 from tokenizers import Tokenizer, models
 
 READY_S, STOP_S = 600.0, 60.0
+LEAD_S = 3.0  # for clients to get ready, before the first request may be due
 NAME = "shape"  # of the model, for clients
 
 
@@ -89,29 +92,68 @@ def is_ready(port: int) -> bool:
     return False
 
 
-def serve(address: str, requests: list[Request], vocabulary: int, limit_s: float, salt: str) -> dict[str, Any]:
-    """Send each request when it is due and read its stream; what the clients saw, as `arrivals.serve` has it.
+class Clients:
+    """Processes that send requests and read their streams, so that a client is never what a token waits for."""
 
-    After `limit_s` what is still open is closed, and counts as not answered. Runs of another `salt` share no prefixes.
-    """
-    return asyncio.run(_serve(address, requests, vocabulary, limit_s, salt))
+    def __init__(self, processes: int):
+        self._processes = processes
+        self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+
+    def __enter__(self) -> Clients:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def serve(
+        self, address: str, requests: list[Request], vocabulary: int, limit_s: float, salt: str
+    ) -> dict[str, Any]:
+        """Send each request when it is due and read its stream; what the clients saw, as `arrivals.serve` has it.
+
+        After `limit_s` what is still open is closed, and counts as not answered. Runs of another `salt` share no
+        prefixes. Raises RuntimeError when a client is ready too late.
+        """
+        numbered = list(enumerate(requests))
+        start_s = time.perf_counter() + LEAD_S  # the clock of all processes of a machine
+        shares = [numbered[place :: self._processes] for place in range(self._processes)]
+        futures = [self._pool.submit(_served, address, one, vocabulary, start_s, limit_s, salt) for one in shares]
+        seen: dict[int, Seen] = {}
+        errors: list[str] = []
+        for future in futures:
+            its_seen, its_errors = future.result()
+            seen |= its_seen
+            errors += its_errors
+        took_s = time.perf_counter() - start_s
+        return {**summary(requests, [seen[number] for number, _ in numbered]), "took_s": took_s, "errors": errors[:3]}
 
 
-async def _serve(address: str, requests: list[Request], vocabulary: int, limit_s: float, salt: str) -> dict[str, Any]:
-    prompts = [request.prompt(number, vocabulary) for number, request in enumerate(requests)]
-    seen = [Seen() for _ in requests]
+def _served(
+    address: str, requests: list[tuple[int, Request]], vocabulary: int, start_s: float, limit_s: float, salt: str
+) -> tuple[dict[int, Seen], list[str]]:
+    """In a process of the pool: what was seen of each of `requests`, by number, and what went wrong."""
+    return asyncio.run(_all_served(address, requests, vocabulary, start_s, limit_s, salt))
+
+
+async def _all_served(
+    address: str, requests: list[tuple[int, Request]], vocabulary: int, start_s: float, limit_s: float, salt: str
+) -> tuple[dict[int, Seen], list[str]]:
+    prompts = [request.prompt(number, vocabulary) for number, request in requests]
+    seen = {number: Seen() for number, _ in requests}
     async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=limit_s) as client:
-        start_s = time.perf_counter()
-        clients = [
-            asyncio.create_task(_stream(client, salt, start_s, *of_one))
-            for of_one in zip(requests, prompts, seen, strict=True)
+        if (late_s := time.perf_counter() - start_s) > 0:
+            raise RuntimeError(f"a client was ready {late_s:.1f} s too late: raise LEAD_S ({LEAD_S:g})")
+        await asyncio.sleep(-late_s)
+        streams = [
+            asyncio.create_task(_stream(client, salt, start_s, request, prompt, seen[number]))
+            for (number, request), prompt in zip(requests, prompts, strict=True)
         ]
-        _, late = await asyncio.wait(clients, timeout=limit_s)
+        if not streams:
+            return {}, []
+        _, late = await asyncio.wait(streams, timeout=limit_s)
         for task in late:
             task.cancel()
-        found = await asyncio.gather(*clients, return_exceptions=True)
-    errors = [repr(one) for one in found if isinstance(one, Exception)]
-    return {**summary(requests, seen), "took_s": time.perf_counter() - start_s, "errors": errors[:3]}
+        found = await asyncio.gather(*streams, return_exceptions=True)
+    return seen, [repr(one) for one in found if isinstance(one, Exception)]
 
 
 async def _stream(client: Any, salt: str, start_s: float, request: Request, prompt: list[int], seen: Seen) -> None:
