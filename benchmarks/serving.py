@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tokenizers import Tokenizer, models
 
 READY_S, STOP_S = 600.0, 60.0
 LEAD_S = 3.0  # for clients to get ready, before the first request may be due
+LOG_SHOWN = 3000  # characters of a log
 NAME = "shape"  # of the model, for clients
 
 
@@ -72,7 +74,8 @@ def serving(folder: str, arguments: Sequence[str], log: Path) -> Iterator[tuple[
     try:
         while not is_ready(port):
             if process.poll() is not None or time.perf_counter() - start > READY_S:
-                raise RuntimeError(f"the server is not ready (exit status {process.poll()}), see {log}")
+                said = log.read_text(errors="replace")[-LOG_SHOWN:]
+                raise RuntimeError(f"the server is not ready (exit status {process.poll()}), it said last:\n{said}")
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}/v1", time.perf_counter() - start
     finally:
@@ -97,7 +100,12 @@ class Clients:
 
     def __init__(self, processes: int):
         self._processes = processes
-        self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        together = context.Barrier(processes)
+        self._pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(together,))
+        # All of them are there, with what they import, before the first request: one task each, since none ends alone.
+        for future in [self._pool.submit(int) for _ in range(processes)]:
+            future.result()
 
     def __enter__(self) -> Clients:
         return self
@@ -125,6 +133,11 @@ class Clients:
             errors += its_errors
         took_s = time.perf_counter() - start_s
         return {**summary(requests, [seen[number] for number, _ in numbered]), "took_s": took_s, "errors": errors[:3]}
+
+
+def _begin(together: Barrier) -> None:
+    """Wait for the other processes of a pool."""
+    together.wait(READY_S)
 
 
 def _served(

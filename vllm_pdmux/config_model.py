@@ -200,8 +200,10 @@ class PDMuxConfig(BaseModel):
     watchdog_s: float = Field(
         120.0, ge=0, allow_inf_nan=False, description="Seconds without progress of the lane until it is told; 0: never."
     )
-    watchdog_action: Literal["log", "exit"] = Field(
-        "log", description="What is done then: all stacks to the log, and with exit the process ends."
+    watchdog_action: Literal["log", "fail", "exit"] = Field(
+        "log",
+        description="What is done then: all stacks to the log; with fail what is in the lane ends with an error, on a "
+        "GPU; with exit the process ends.",
     )
 
     @model_validator(mode="after")
@@ -247,11 +249,19 @@ def inconsistencies(values: Mapping[str, Any]) -> list[Inconsistency]:
             problems += _target_problems(values["policy"], target, values[target])
     if {"policy", "calibration"} <= values.keys():
         problems += _calibration_problems(values["policy"], values["calibration"])
-    if values.get("watchdog_action") == "exit" and values.get("watchdog_s") == 0:
+    action = values.get("watchdog_action")
+    if action in ("fail", "exit") and values.get("watchdog_s") == 0:
         text = (
-            "watchdog_action is exit but watchdog_s 0 turns it off: set watchdog_s above 0, or remove watchdog_action"
+            f"watchdog_action is {action} but watchdog_s 0 turns it off: set watchdog_s above 0, or remove "
+            "watchdog_action"
         )
         problems.append(Inconsistency(("watchdog_s", "watchdog_action"), text))
+    if action == "fail" and values.get("lane") == "serial":
+        text = (
+            "watchdog_action is fail but with lane serial the engine itself hangs where the lane does: set "
+            "watchdog_action exit, or remove lane"
+        )
+        problems.append(Inconsistency(("lane", "watchdog_action"), text))
     layers = values.get("layers_per_group")
     if layers is not None and values.get("policy") == "slo":
         # The token budget is in SGLang's files, so it may stand there unused.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
 from vllm_pdmux.admission import Admission
 from vllm_pdmux.hiding import Hiding
@@ -53,12 +54,17 @@ class Entering(Hiding, Loads):
         return self._bound_lane() is None and not self._wants_prompt_logprobs()
 
     def _bound_lane(self) -> str | None:
-        """The lane in which an unfinished prompt must be continued: prompt logprobs are gathered in one V2 runner."""
+        """The lane in which an unfinished prompt must be continued."""
         assert self._residency is not None  # there is a V2 runner
+        bound = self._bound_prompt()
+        return None if bound is None else self._residency.lane_of(bound.request_id)
+
+    def _bound_prompt(self) -> Request | None:
+        """An unfinished prompt that cannot change lanes: prompt logprobs are gathered in one V2 runner."""
         for request in self.running:
             params = request.sampling_params
             if request.is_prefill_chunk and params is not None and params.prompt_logprobs is not None:
-                return self._residency.lane_of(request.request_id)
+                return request
         return None
 
     def _begin_batch(self) -> tuple[PrefillBatch | None, set[str]]:

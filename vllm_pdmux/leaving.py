@@ -33,6 +33,7 @@ class Leaving(SchedulerBeneath):
     """A mixin over one of vLLM's schedulers."""
 
     _batches: deque[PrefillBatch]  # in the lane, in order
+    _lost: list[PrefillBatch]  # given up, of which the device may still run something
     _counters: Counters | None
     _drop: int | None  # the last batch that the worker has still to be told to drop
     _prefill_prev_step: set[str]
@@ -97,6 +98,12 @@ class Leaving(SchedulerBeneath):
 
     def _leave_lane(self, batch: PrefillBatch) -> list[Request]:
         """Undo what an unfinished batch has left in the books, before its requests are ended or preempted."""
+        alive = self._taken_back(batch)
+        self._free_held(batch)
+        return alive
+
+    def _taken_back(self, batch: PrefillBatch) -> list[Request]:
+        """Its requests, as if the batch had never been scheduled; the blocks that it holds stay."""
         alive = batch.alive(self.requests)
         block_ids = {block.block_id for blocks in batch.held_blocks for block in blocks}
         for request in alive:
@@ -109,7 +116,6 @@ class Leaving(SchedulerBeneath):
         with not_announced(self.kv_cache_manager.block_pool):
             self.kv_cache_manager.evict_blocks(batch.new_blocks)
         self.kv_cache_manager.evict_blocks(block_ids)
-        self._free_held(batch)
         return alive
 
     def _free_held(self, batch: PrefillBatch) -> None:
@@ -126,7 +132,7 @@ class Leaving(SchedulerBeneath):
         return finished
 
     def _free_request_blocks(self, request: Request) -> None:
-        for batch in reversed(self._batches):
+        for batch in reversed([*self._lost, *self._batches]):
             if batch.requests.get(request.request_id) is request:
                 # Layers that read and write them are still to run.
                 batch.held_blocks.append(self.kv_cache_manager.pop_blocks_for_free(request))

@@ -23,8 +23,8 @@ _REPORT = "pdmux_report"
 class PrefillOrder:
     """What the prefill lane has to do in one engine step.
 
-    The fields apply in this order: abandon `drop`, take `start` into the lane, advance the lane by `layers`. With
-    several ranks every one of them does so, and nothing that it launches depends on anything else.
+    The fields apply in this order: abandon `drop` and `lose`, take `start` into the lane, advance the lane by `layers`.
+    With several ranks every one of them does so, and nothing that it launches depends on anything else.
     """
 
     batch_id: int | None = None  # the last batch in the lane, which `start` belongs to; None: the lane is empty
@@ -33,8 +33,15 @@ class PrefillOrder:
     grammar: GrammarOutput | None = None  # bitmask for the first tokens of `start`
     group: int = 0  # stream group of both lanes from this step on; with nothing decoding prefill may have all SMs
     drop: int | None = None  # no batch up to this one may run again: their KV blocks may be reused from this step on
+    # As `drop`, but what is queued of them is not waited for: their KV blocks are kept until the lane is back.
+    lose: int | None = None
     # The last batch that the scheduler has been told has left the lane, by the one rank whose outputs it gets.
     ended: int = -1
+
+    @property
+    def abandoned(self) -> int | None:
+        """The last batch of `drop` and `lose`."""
+        return max((one for one in (self.drop, self.lose) if one is not None), default=None)
 
 
 class Run(NamedTuple):
@@ -57,6 +64,8 @@ class LaneReport:
     error: str | None = None  # set when the batch raised; its KV is not valid
     lead_layers: int = 0  # that the lane keeps queued ahead of the device; 0: it has no queue
     unconfined_steps: int = 0  # so far: steps of disjoint groups that found no CUDA graph of their size
+    stalled_s: float = 0.0  # the lane is given up after so many seconds without progress, with all that is in it
+    is_back: bool = False  # nothing runs any more of what was lost
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -72,6 +81,11 @@ class LaneReport:
     def ended(self) -> bool:
         """Whether the batch has left the lane."""
         return self.output is not None or self.error is not None
+
+    @property
+    def is_of_layers(self) -> bool:
+        """Whether there were layers in this step; else it is about the lane alone."""
+        return self.ended or not (self.stalled_s or self.is_back)
 
 
 def attach_order(output: SchedulerOutput, order: PrefillOrder) -> SchedulerOutput:

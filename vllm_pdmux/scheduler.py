@@ -27,7 +27,7 @@ from vllm_pdmux.activation import require_active, settings_of
 from vllm_pdmux.admission import Admission
 from vllm_pdmux.calibration.chosen import chosen_profile, prior_of
 from vllm_pdmux.entering import DECODE, PREFILL, Entering
-from vllm_pdmux.leaving import Leaving
+from vllm_pdmux.losing import Losing
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
 from vllm_pdmux.metrics import wire
 from vllm_pdmux.metrics.counters import Counters
@@ -56,7 +56,7 @@ def _warn(text: str) -> None:
     logger.warning("PD-multiplexing: %s", text)
 
 
-class PDMuxSchedulerMixin(Entering, Leaving):
+class PDMuxSchedulerMixin(Entering, Losing):
     """Over one of vLLM's schedulers. It hides requests and delegates; no scheduling is done here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -97,6 +97,8 @@ class PDMuxSchedulerMixin(Entering, Leaving):
         self._next_batch_id = 0
         self._overtaken = False
         self._drop: int | None = None  # the last batch that the worker has still to be told to drop
+        self._lose: int | None = None  # the same, to lose
+        self._lost: list[PrefillBatch] = []
         self._prefill_prev_step: set[str] = set()
         logger.info(
             "PD-multiplexing scheduler: %s, policy %s, lane %s",
@@ -133,17 +135,20 @@ class PDMuxSchedulerMixin(Entering, Leaving):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Both lanes' results of a step, as one set of outputs."""
-        report = report_of(model_runner_output)
+        said = report_of(model_runner_output)
+        report = said if said is not None and said.is_of_layers else None
         order = order_of(scheduler_output) or PrefillOrder()
         if (took := self._step_times.done(scheduler_output, report)) is not None:
             self._tell_of(scheduler_output, took, order, report)
-        elif order.drop is not None:
+        elif order.abandoned is not None:
             self.pdmux_trace.record(scheduler_output, self._step_times.now(), order, report)
         if self._pace is not None and order.batch_id is not None:
             self._pace.reported(order.layers, report)
         if report is not None and scheduler_output.num_scheduled_tokens:  # else all layers are launched at once
             self._admission.launched(report.launched_layers)
         from_lane = {} if report is None else self._update_lane(report)
+        if said is not None:
+            from_lane = merge_outputs(from_lane, self._heard_of_lane(said))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._counters is not None:
             self._counters.look_at(self._pdmux_policy, len(self._batches))
@@ -164,7 +169,7 @@ class PDMuxSchedulerMixin(Entering, Leaving):
         return self._with_order(self._localise(super().schedule(throttle_prefills), DECODE), PrefillOrder())
 
     def _with_order(self, output: SchedulerOutput, order: PrefillOrder) -> SchedulerOutput:
-        order = replace(self._take_drop(order), ended=self._last_ended())
+        order = replace(self._take_abandoned(order), ended=self._last_ended())
         if self._observer is not None:
             self._observer.scheduled(output, order, self.requests)
         self._step_times.scheduled(output)
@@ -175,7 +180,7 @@ class PDMuxSchedulerMixin(Entering, Leaving):
         return (self._batches[0].id if self._batches else self._next_batch_id) - 1
 
     def _both_lanes_have_work(self, throttle_prefills: bool) -> bool:
-        if self._pause_state == PauseState.PAUSED_ALL:
+        if self._pause_state == PauseState.PAUSED_ALL or self._lost:
             return False
         if self._residency is not None and (bound := self._bound_lane()):
             return bound == PREFILL
@@ -209,11 +214,13 @@ class PDMuxSchedulerMixin(Entering, Leaving):
             return PrefillOrder(last.id, layers, group=decision.group)
         return PrefillOrder(begun.id, layers, begun.output, begun.grammar, decision.group)
 
-    def _take_drop(self, order: PrefillOrder) -> PrefillOrder:
-        if self._drop is None:
+    def _take_abandoned(self, order: PrefillOrder) -> PrefillOrder:
+        """`order`, with what is left for the worker to abandon."""
+        if self._drop is None and self._lose is None:
             return order
         drop, self._drop = self._drop, None
-        return replace(order, drop=drop)
+        lose, self._lose = self._lose, None
+        return replace(order, drop=drop, lose=lose)
 
     def shutdown(self) -> None:
         if self._trace_file is not None:

@@ -176,6 +176,11 @@ def settings_problems(vllm_config: VllmConfig, settings: PDMuxConfig) -> list[st
     if not current_platform.is_cuda():
         if settings.backend not in ("auto", "serial"):
             found.append(f"backend {settings.backend} needs an NVIDIA GPU: set backend auto")
+        if settings.watchdog_action == "fail":
+            found.append(
+                "watchdog_action is fail but on a CPU the engine itself hangs where a layer does: set watchdog_action "
+                "exit"
+            )
         return found
     if settings.backend == "serial":
         found.append("backend serial is for machines without a GPU: set backend auto, or lane serial for one lane")

@@ -125,4 +125,6 @@ def problems(vllm_config: VllmConfig, settings: PDMuxConfig) -> list[str]:
     found = [f"with tensor parallelism {problem}" for problem in refused(REFUSALS, vllm_config)]
     if _is_cuda() and DISJOINT in settings.sharing:  # each rank would capture the graphs that it has memory for
         found.append("with tensor parallelism sharing disjoint is not supported: set sharing capped")
+    if settings.watchdog_action == "fail":  # each rank would give up by its own clock
+        found.append("with tensor parallelism watchdog_action fail is not supported: set watchdog_action exit")
     return found

@@ -78,7 +78,7 @@ class StepTrace:
             prefill_tokens=order.start.total_num_scheduled_tokens if order.start is not None else 0,
             ended_batch_id=report.batch_id if report is not None and ended else None,
             error=report.error if report is not None else None,
-            drop=order.drop,
+            drop=order.abandoned,
         )
         if self._steps is not None:
             self._steps.append(record)

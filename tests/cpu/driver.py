@@ -60,11 +60,16 @@ class Driver:
         self.step_number = 0
 
     def run(
-        self, arrivals: Sequence[Arrival], between_steps: Callable[[Driver], None] | None = None, limit: int = 3000
+        self,
+        arrivals: Sequence[Arrival],
+        between_steps: Callable[[Driver], None] | None = None,
+        limit: int = 3000,
+        later: Sequence[Arrival] = (),
     ) -> dict[str, Result]:
-        """Serve all arrivals; results by name. Fails when `limit` steps do not suffice."""
+        """Serve all arrivals; results by name. Fails when `limit` steps do not suffice. `later`: those that
+        `between_steps` adds itself."""
         pending = sorted(arrivals, key=lambda arrival: arrival.step)
-        results: dict[str, Result] = {arrival.name: Result() for arrival in arrivals}
+        results: dict[str, Result] = {arrival.name: Result() for arrival in (*arrivals, *later)}
         self.step_number = 0
         while pending or self.engine.has_unfinished_requests():
             while pending and pending[0].step <= self.step_number:

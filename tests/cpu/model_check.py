@@ -235,6 +235,7 @@ class Run:
         self.ends: dict[tuple[str, bool], list[str]] = {}
         self.sent_again: set[str] = set()
         self.aborted: set[tuple[str, bool]] = set()
+        self.given_up: set[str] = set()  # with the lane
         self.counts = Counter()
 
     def run(self) -> None:
@@ -253,6 +254,12 @@ class Run:
     def _settle(self) -> None:
         self.core._process_aborts_queue()
         while self.scheduler.has_requests() or self.core.batch_queue:
+            self._keep(self.core.step_fn()[0] or {})
+        while getattr(self.scheduler, "_lost", ()):  # whoever comes next would have them back
+            with mock.patch.object(self.scheduler, "has_requests", lambda: True):
+                self._keep(self.core.step_fn()[0] or {})
+            self.gpu.now_s += 1e-3
+        while self.core.batch_queue:
             self._keep(self.core.step_fn()[0] or {})
 
     def _happen(self) -> None:
@@ -317,7 +324,9 @@ class Run:
             assert said == expected[: len(said)], f"tokens of {name}"
             assert len(ends) <= 1, f"{name} ended {len(ends)} times"
             if ends == ["error"]:
-                assert name in failed, f"{name} ended with an error though nothing was raised in its batch"
+                assert name in failed | self.given_up, (
+                    f"{name} ended with an error though nothing was raised in its batch"
+                )
             elif ends:
                 assert said == expected, f"tokens of {name}"
             else:
@@ -360,7 +369,10 @@ class Run:
     def _reset(self) -> None:
         """All running requests are preempted and the prefix cache is emptied."""
         self._give_back()
-        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        try:
+            assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError as error:
+            assert self.scheduler._lost and "is given up" in str(error)
 
     def _reset_idle(self) -> None:
         self.scheduler.reset_prefix_cache()
@@ -371,13 +383,19 @@ class Run:
     def _pause_new(self) -> None:
         self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
 
+    def _give_up(self) -> None:
+        """What the watchdog does with a lane that stands still, which this one need not."""
+        if not self.schedule.is_stock:
+            lane = self.worker._prefill_lane
+            lane.give_up(lane.progress(), 1.0)
+
     def _exchange_weights(self) -> None:
         """vLLM's pause mode "keep"."""
         self._pause()
         self._reset()
 
 
-EVENTS = ("preempt", "squeeze", "reset", "reset_idle", "pause", "pause_new", "exchange_weights")
+EVENTS = ("preempt", "squeeze", "reset", "reset_idle", "pause", "pause_new", "exchange_weights", "give_up", "give_up")
 
 
 # --- what must hold --------------------------------------------------------------------------------------------------
@@ -392,6 +410,8 @@ class Checked(Run):
         self.layers_of: dict[int, int] = {}  # by batch: where it stands, by the reports
         self.idle_steps = 0
         self.may_wait = 0  # times that the decode stream may have waited for prefill
+        self.lost_blocks = []  # which layers that were given up may still write to
+        self.lost_until_s = 0.0  # when the last of them has run
         schedule, update, execute = (
             self.scheduler.schedule,
             self.scheduler.update_from_output,
@@ -408,6 +428,11 @@ class Checked(Run):
             report = report_of(result)
             self._check_report(output, report)
             doomed = self._batch_requests(report) if report is not None and report.error is not None else []
+            if report is not None and report.stalled_s:
+                doomed += self._lose(report)
+            if report is not None and report.is_back:
+                assert self.gpu.now_s >= self.lost_until_s, "lost layers still run"
+                self.lost_blocks.clear()
             outputs = update(output, result)
             assert all(request.status == RequestStatus.FINISHED_ERROR for request in doomed), (
                 "a batch that raised lives"
@@ -417,6 +442,9 @@ class Checked(Run):
 
         def checked_execute(output):
             self.may_wait += order_of(output).drop is not None
+            if order_of(output).lose is not None:
+                streams = getattr(self.lane._device, "_prefill_streams", {}).values()
+                self.lost_until_s = max([one.end_s for one in streams], default=0.0)
             return execute(output)
 
         def counted_preempt(*arguments, **options):
@@ -445,8 +473,12 @@ class Checked(Run):
                 groups = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
                 in_use += [block for group in groups for block in group]
             assert all(block.ref_cnt > 0 for block in in_use), "a block is free while layers are to write it"
+        assert all(block.ref_cnt > 0 for block in self.lost_blocks), "a block is free while lost layers may write it"
         busy = output.total_num_scheduled_tokens > 0 or order.batch_id is not None
         has_work = self.scheduler.has_unfinished_requests()
+        if not busy and self.scheduler._lost:  # it waits for their blocks
+            self.gpu.now_s += 1e-3
+            busy = True
         self.idle_steps = self.idle_steps + 1 if has_work and not busy and not self.taken else 0
         # Those in flight may have been scheduled for all that is left to do.
         assert self.idle_steps <= self.schedule.look_ahead + 1, "no lane does anything"
@@ -490,6 +522,21 @@ class Checked(Run):
         alive = [request for batch in batches for request in batch.alive(self.scheduler.requests)]
         assert plan.is_abort_in_flight or alive or not batches, "the lane works for nobody"
 
+    def _lose(self, report) -> list[Request]:
+        """The requests that are given up with the lane; one whose batch has just ended is not."""
+        batches = [batch for batch in self.scheduler._batches if not (report.ended and batch.id == report.batch_id)]
+        doomed = [request for batch in batches for request in batch.alive(self.scheduler.requests)]
+        self.given_up |= {request.request_id for request in doomed}
+        # One whose prompt logprobs are gathered in the lane, though none of its chunks is there now, is too.
+        self.given_up |= {name for name, plan in self.schedule.named.items() if plan.wants_prompt_logprobs}
+        for batch in batches:
+            self.lost_blocks += [block for blocks in batch.held_blocks for block in blocks]
+        for request in doomed:
+            groups = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+            self.lost_blocks += [block for group in groups for block in group]
+        self.counts["losses"] += bool(batches)
+        return doomed
+
     def _batch_requests(self, report) -> list[Request]:
         batch = self.scheduler._batch(report.batch_id)
         return [] if batch is None else batch.alive(self.scheduler.requests)
@@ -503,7 +550,7 @@ class Checked(Run):
         self.worker.execute_model(attach_order(SchedulerOutput.make_empty(), PrefillOrder()))
         super().check_nothing_left()
         scheduler, lane = self.scheduler, self.lane
-        assert not scheduler._batches and scheduler._drop is None
+        assert not scheduler._batches and not scheduler._lost and scheduler._drop is None and scheduler._lose is None
         assert scheduler._residency is None or not scheduler._residency._lane
         assert lane._current is None and not lane._queue and not lane._launched and not lane._finished_req_ids
         self._check_empty(lane._runner)

@@ -479,7 +479,15 @@ def test_every_point_is_measured_and_the_engine_is_as_before(
     engine = start_engine(tiny_model_path, pdmux={"policy": "slo", "sm_group_num": 4})
     monkeypatch.setattr(measure, "divisions", lambda settings: DIVISIONS)
     policy, work = engine.scheduler._pdmux_policy, engine.scheduler._prompt_work
-    told = []
+    told, alone, slow = [], [], iter([500.0, 30.0])
+    prefill_alone = measure.Meter._prefill_alone
+
+    def measured(meter, *tokens):
+        """The first point is long, and the host is slow when the second one is measured first."""
+        alone.append((tokens, replace(prefill_alone(meter, *tokens), ms=next(slow, 20.0))))
+        return alone[-1][1]
+
+    monkeypatch.setattr(measure.Meter, "_prefill_alone", measured)
     made = calibrate(engine.llm, lambda done, total, what: told.append((done, total)))
     samples = made.samples
     assert told[0][0] == 0 and told[-1][0] == told[-1][1] == len(told) - 1
@@ -490,7 +498,10 @@ def test_every_point_is_measured_and_the_engine_is_as_before(
     limits = plan.Limits(512, 16, 256, 256, 256 * 32, 32)
     assert [one.batch for one in samples.decode] == [load.batch for load in plan.decode_loads(limits)]
     # What was to be reused is not computed.
-    assert [(one.new_tokens, one.reused_tokens) for one in samples.prefill] == plan.prompts(limits)
+    points = plan.prompts(limits)
+    assert [(one.new_tokens, one.reused_tokens) for one in samples.prefill] == points
+    assert [tokens for tokens, _ in alone] == [*points, *points[1:]], "what is short is measured once more at the end"
+    assert [one.ms for one in samples.prefill] == [500.0, *([20.0] * (len(points) - 1))]
     assert made.profile.groups[1].label == "disjoint 84:48"
     assert engine.scheduler._pdmux_policy is policy and engine.scheduler._prompt_work is work
     engine.assert_nothing_left()

@@ -392,6 +392,8 @@ class TestInline:
             ({"fixed_group": 2}, "fixed_group is 2 but policy table does not use it"),
             ({"watchdog_s": -1}, "watchdog_s is -1 but must be a number, at least 0"),
             ({"watchdog_s": 0, "watchdog_action": "exit"}, "watchdog_action is exit but watchdog_s 0 turns it off"),
+            ({"watchdog_s": 0, "watchdog_action": "fail"}, "watchdog_action is fail but watchdog_s 0 turns it off"),
+            ({"lane": "serial", "watchdog_action": "fail"}, "with lane serial the engine itself hangs where the lane"),
             ({"itl_slo_ms": 9, "layers_per_group": 2}, "layers_per_group is 2 but policy slo, which chooses layers"),
             ({"sharing": ["capped"]}, "sharing lists 1 but sm_group_num 8 needs 6, one for each division"),
             ({"sharing": ("capped", "x")}, "sharing is ('capped', 'x') but must be 'capped' or 'disjoint', or a list"),

@@ -325,8 +325,16 @@ def test_a_result_of_either_runner_can_be_read_when_its_copy_is_done(device, nam
     assert device.is_done(output)
 
 
+def test_the_end_of_the_lane_is_the_end_of_what_it_has_queued_and_nobody_waits_for_it(device, streams):
+    decode, by_group = streams
+    begin(device, 2)
+    end = device.end()
+    assert end.stream is by_group[2] and not end.query() and decode.waited_for == []
+
+
 def test_a_cpu_has_run_what_it_was_given():
     device = HostDevice()
+    assert device.end().query()
     runner = begin(device, 3)
     assert device.stride(7) == 7 and device.wants_more() and device.is_done(object()) and not device.keep_thread
     assert not hasattr(runner, "main_stream")

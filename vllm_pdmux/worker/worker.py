@@ -93,7 +93,8 @@ class PDMuxWorkerMixin(WorkerBeneath):
             settings.lane,
         )
         if settings.watchdog_s:
-            self._watchdog = Watchdog(settings.watchdog_s, settings.watchdog_action, lane.progress, lane.describe)
+            action = settings.watchdog_action
+            self._watchdog = Watchdog(settings.watchdog_s, action, lane.progress, lane.describe, lane.give_up)
             self._watchdog.start()
 
     def _lane_device(self) -> LaneDevice:
@@ -163,9 +164,9 @@ class PDMuxWorkerMixin(WorkerBeneath):
 
     def _advance(self, output: Any, nothing_decodes: bool) -> Any:
         order, self._order = self._order, _NOTHING
-        if self._prefill_lane is None or order.batch_id is None:
+        if (lane := self._prefill_lane) is None:
             return output
-        report = self._prefill_lane.advance(order, wait=nothing_decodes)
+        report = lane.back() if order.batch_id is None else lane.advance(order, wait=nothing_decodes)
         if report is None:
             return output
         unconfined_steps = self._unconfined_steps()
