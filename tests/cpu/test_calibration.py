@@ -296,7 +296,7 @@ class TestSetting:
         path = tmp_path / "profile.json"
         if text is not None:
             path.write_text(text)
-        settings = SimpleNamespace(backend="auto", sharing="capped", calibration=str(path))
+        settings = SimpleNamespace(backend="auto", sharing="capped", calibration=str(path), watchdog_action="log")
         one_rank = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
         (found,) = settings_problems(one_rank, settings)
         assert found.startswith(f"calibration is '{path}' but cannot be used: profile {path}: {problem}")

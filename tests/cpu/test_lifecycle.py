@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens to requests while their batch is in the lane: aborts, preemption, pauses, faults."""
 
+import re
+
 import pytest
 import tiny_model
 from driver import Arrival, prompt
@@ -273,8 +275,13 @@ def test_an_exception_in_the_lane_ends_its_batch_alone(stock, pdmux, layer, capl
     assert got["long"].finish_reasons == ["error"] and got["beside"].finish_reasons == ["error"]
     # "after" is the same prompt as "long": it must not hit the failed batch's blocks.
     assert_same(without(got, "long", "beside"), without(stock.run(arrivals), "long", "beside"))
+    # The lane tells of it with the stack, the scheduler with those that it has ended.
     log = caplog_vllm.text
     assert "RuntimeError: injected" in log and "long" in log and "beside" in log
+    (said,) = {record.getMessage() for record in caplog_vllm.records if "prefill failed" in record.getMessage()}
+    assert re.fullmatch(r"prefill failed \(RuntimeError: injected\); ended with an error: long\S*, beside\S*", said), (
+        said
+    )
 
 
 def test_the_serial_lane_is_the_oracle(start_engine, tiny_model_path, stock):
