@@ -22,6 +22,7 @@ from watch import FUSED
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "400"))
 SEED, REPLAY = os.environ.get("PDMUX_SEED"), os.environ.get("PDMUX_SCHEDULE")
+ENOUGH = 100  # schedules in which everything must have happened
 
 CHATS = (Plan(own_tokens=10, max_tokens=50), Plan(own_tokens=5, max_tokens=40, step=1))  # decode while others arrive
 some_step = st.sampled_from([0, 3, 4, 5, 5, 6, 7]) | st.integers(0, 25)  # often in the lane together
@@ -125,7 +126,7 @@ def test_any_schedule(lab, use_v2, look_ahead):
     (search if SEED is None else seed(int(SEED))(search))()
     print(f"Model Runner {'V2' if use_v2 else 'V1'}, look-ahead {look_ahead}: {dict(counts)}")
     for what in ("joins", "aborts", "preemptions", "drops", "faults", "losses"):
-        assert counts[what] > counts["schedules"] / 100 or REPLAY is not None, f"too few {what}: {counts}"
+        assert counts[what] > counts["schedules"] / 100 or counts["schedules"] < ENOUGH, f"too few {what}: {counts}"
 
 
 # What random schedules have found, made small.
