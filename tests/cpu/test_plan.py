@@ -150,7 +150,7 @@ def test_a_profile_predicts_each_division_that_it_knows(capsys, tmp_path):
     asked = ["--sms", "132", "--config", str(tmp_path / "pdmux.yml"), "--profile", str(MEASURED)]
     alone, capped, disjoint, decode = plan_json(capsys, *asked)["predicted"]
     assert alone["itl_ms"] is None and decode["prefill_ms"] is None
-    # As measured for 32 requests at 2,048 tokens and prompts of 8,192, in the table of README.md.
+    # As measured for 32 requests at 2,048 tokens and prompts of 8,192, in the first table of docs/measured.md.
     assert decode["itl_ms"] == pytest.approx(7.0, rel=0.03)
     assert capped["itl_ms"] == pytest.approx(12.6, rel=0.1) and disjoint["itl_ms"] == pytest.approx(12.7, rel=0.1)
     assert 8192 / capped["prefill_ms"] * 1e3 == pytest.approx(21823, rel=0.1)

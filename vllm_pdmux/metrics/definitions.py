@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric: its name in ``/metrics``, type, label and help. The README has a table of the same names."""
+"""Every metric: its name in ``/metrics``, type, label and help. docs/metrics.md has a table of the same names."""
 
 from __future__ import annotations
 
