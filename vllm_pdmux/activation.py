@@ -74,9 +74,12 @@ def install() -> None:
 
 def asked_by(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
     """What asks for the plugin in this config: the setting's name, or None. Errors where two settings disagree."""
-    scheduler = vllm_config.scheduler_config.scheduler_cls
+    return asked(vllm_config.scheduler_config.scheduler_cls, inline_settings(vllm_config.additional_config), environ)
+
+
+def asked(scheduler: str | type | None, inline: Mapping[str, Any] | None, environ: Mapping[str, str]) -> str | None:
+    """The same of a value of ``--scheduler-cls`` and one of ``additional_config["pdmux"]``."""
     named = is_ours(scheduler)
-    inline = _inline(vllm_config)
     if named:
         reason = f"--scheduler-cls {SCHEDULER}"
     elif inline is not None:
@@ -118,7 +121,7 @@ def settings_of(vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ
 
 def resolved_of(vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ) -> Resolved:
     """The resolved settings with the origin of each."""
-    return resolve(_inline(vllm_config), environ)
+    return resolve(inline_settings(vllm_config.additional_config), environ)
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
@@ -152,12 +155,16 @@ def activate(vllm_config: VllmConfig, environ: Mapping[str, str]) -> None:
         return  # a config that vLLM makes in passing, or one that is prepared already
     reason = asked_by(vllm_config, environ)
     if reason is None:
-        if environ.get(ENVIRONMENT_VARIABLE) and "PDMUX" not in environ and _inline(vllm_config) is None:
+        if (
+            environ.get(ENVIRONMENT_VARIABLE)
+            and "PDMUX" not in environ
+            and inline_settings(vllm_config.additional_config) is None
+        ):
             _logger().warning_once(
                 "%s is set but nothing asks for pdmux: set PDMUX=1 to use it, or unset it", ENVIRONMENT_VARIABLE
             )
         return
-    resolved = resolve(_inline(vllm_config), environ)
+    resolved = resolve(inline_settings(vllm_config.additional_config), environ)
     found = problems(vllm_config, metadata_version(), environ) + settings_problems(vllm_config, resolved.config)
     if found:
         raise UnsupportedError(found)
@@ -194,11 +201,11 @@ def metadata_version() -> tuple[str, str]:
     return "vllm", "unknown"
 
 
-def _inline(vllm_config: VllmConfig) -> Mapping[str, Any] | None:
-    additional = vllm_config.additional_config
-    if not isinstance(additional, Mapping) or additional.get(KEY) is None:
+def inline_settings(additional_config: object) -> Mapping[str, Any] | None:
+    """Those in ``additional_config["pdmux"]``; None: there are none. Raises ActivationError for what is no mapping."""
+    if not isinstance(additional_config, Mapping) or additional_config.get(KEY) is None:
         return None
-    inline = additional[KEY]
+    inline = additional_config[KEY]
     if not isinstance(inline, Mapping):
         raise ActivationError(
             f"additional_config[{KEY!r}] is {inline!r}: it must be a mapping of settings, for example "

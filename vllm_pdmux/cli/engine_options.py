@@ -45,6 +45,11 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model} | given | flags
 
 
+def options_given(args: argparse.Namespace) -> bool:
+    """Whether the user gave any of them, or a model."""
+    return any(value not in (None, False) for value in given_options(args).values())
+
+
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The same, with what a platform needs for an engine in this process. Imports vLLM."""
     from vllm.platforms import current_platform
@@ -52,11 +57,23 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return given_options(args) | ({"distributed_executor_backend": "uni"} if current_platform.is_cpu() else {})
 
 
+def engine_args_of_options(args: argparse.Namespace) -> Any:
+    """vLLM's EngineArgs of them. Imports vLLM."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**engine_arguments(args))
+
+
 def check_engine(model: str) -> None:
     """What can be known before vLLM is imported, which takes seconds. Raises CommandError."""
+    check_installed()
+    check_model(model)
+
+
+def check_installed() -> None:
+    """CommandError where there is no vLLM."""
     if importlib.util.find_spec("vllm") is None:
         raise CommandError(f"vLLM is not installed here: {sys.executable} -m pip install 'vllm-pdmux[cpu]'")
-    check_model(model)
 
 
 def check_model(model: str) -> None:

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from vllm_pdmux.activation import KEY, metadata_version
-from vllm_pdmux.cli.checks import ERROR, OK, Finding
+from vllm_pdmux.activation import KEY, SCHEDULER, ActivationError, asked, inline_settings, is_ours, metadata_version
+from vllm_pdmux.cli.checks import ERROR, OK, WARNING, Finding
 from vllm_pdmux.cli.checks.plugins import PLATFORM, Plugin, allowed_names, is_hidden
-from vllm_pdmux.cli.engine_options import engine_arguments, refusals
-from vllm_pdmux.config import Resolved
+from vllm_pdmux.cli.engine_options import refusals
+from vllm_pdmux.config import ConfigError, Resolved
 from vllm_pdmux.support import REFUSALS, problems, settings_problems, version_problems
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
 
 _TARGET = "VLLM_TARGET_DEVICE"
 
@@ -42,17 +45,19 @@ def check_platform(plugins: Sequence[Plugin]) -> Iterator[Finding]:
     yield Finding("platform", OK, f"{name}: {why}; {others}")
 
 
-def check_served(args: argparse.Namespace, resolved: Resolved) -> Iterator[Finding]:
-    """Whether the plugin serves the model of `args` with its engine options; a line for each feature that is refused.
+def check_served(engine_args: EngineArgs, resolved: Resolved, whole: bool) -> Iterator[Finding]:
+    """Whether the plugin serves a model with its engine arguments; a line for each feature that is refused.
 
-    The configuration is made as for an engine, without weights. Raises CommandError when vLLM itself refuses it.
+    The configuration is made as for an engine, without weights. `whole`: these are all that a server would have.
+    Raises CommandError when vLLM itself refuses it.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    with refusals(args.model):
-        # Not asked for here: the plugin would end the start with all that is refused in one message.
-        arguments = engine_arguments(args) | {"additional_config": {KEY: {"enabled": False}}}
-        config = EngineArgs(**arguments).create_engine_config()
+    # Not asked for here: the plugin would end the start with all that is refused in one message.
+    additional = engine_args.additional_config if isinstance(engine_args.additional_config, Mapping) else {}
+    engine_args.additional_config = {**additional, KEY: {"enabled": False}}
+    if is_ours(engine_args.scheduler_cls):
+        engine_args.scheduler_cls = None
+    with refusals(engine_args.model):
+        config = engine_args.create_engine_config()
     distribution = metadata_version()
     known = version_problems(distribution, os.environ)  # said of the installation already
     found = problems(config, distribution, os.environ) + settings_problems(config, resolved.config)
@@ -61,5 +66,19 @@ def check_served(args: argparse.Namespace, resolved: Resolved) -> Iterator[Findi
         yield Finding("model", ERROR, problem)
     if not refused:
         model = config.model_config
-        detail = f"supported: {args.model} ({model.architecture}, {model.dtype}) uses none of the {len(REFUSALS)}"
-        yield Finding("model", OK, f"{detail} features that are refused")
+        detail = (
+            f"supported: {engine_args.model} ({model.architecture}, {model.dtype}) uses none of the {len(REFUSALS)}"
+        )
+        rest = "" if whole else ", as far as these options say: `vllm-pdmux doctor -- LINE` checks all that follows "
+        yield Finding("model", OK, f"{detail} features that are refused{rest and rest + 'your `vllm serve`'}")
+
+
+def check_asked(engine_args: EngineArgs, environ: Mapping[str, str]) -> Finding:
+    """Whether a server with these engine arguments would use the plugin."""
+    try:
+        reason = asked(engine_args.scheduler_cls, inline_settings(engine_args.additional_config), environ)
+    except (ActivationError, ConfigError) as error:
+        return Finding("asked for", ERROR, str(error))
+    if reason is None:
+        return Finding("asked for", WARNING, f"the line does not ask for the plugin: add --scheduler-cls {SCHEDULER}")
+    return Finding("asked for", OK, f"by {reason}")
