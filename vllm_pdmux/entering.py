@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -56,16 +57,15 @@ class Entering(Hiding, Loads):
     def _bound_lane(self) -> str | None:
         """The lane in which an unfinished prompt must be continued."""
         assert self._residency is not None  # there is a V2 runner
-        bound = self._bound_prompt()
+        bound = next(self._bound_prompts(), None)
         return None if bound is None else self._residency.lane_of(bound.request_id)
 
-    def _bound_prompt(self) -> Request | None:
-        """An unfinished prompt that cannot change lanes: prompt logprobs are gathered in one V2 runner."""
+    def _bound_prompts(self) -> Iterator[Request]:
+        """Unfinished prompts that cannot change lanes: prompt logprobs are gathered in one V2 runner."""
         for request in self.running:
             params = request.sampling_params
             if request.is_prefill_chunk and params is not None and params.prompt_logprobs is not None:
-                return request
-        return None
+                yield request
 
     def _begin_batch(self) -> tuple[PrefillBatch | None, set[str]]:
         """Let the prefill view admit a batch; the ids of requests that it preempted."""

@@ -8,7 +8,7 @@ kept until the worker says that nothing runs of them any more, and until then pr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs
@@ -29,31 +29,37 @@ class Losing(Leaving):
     """A mixin over one of vLLM's schedulers."""
 
     _batches: deque[PrefillBatch]  # in the lane, in order
-    _bound_prompt: Callable[[], Request | None]  # of Entering
-    _bound_lane: Callable[[], str | None]  # of Entering
+    _bound_prompts: Callable[[], Iterator[Request]]  # of Entering
     _residency: Residency | None  # where there is a V2 runner
     _lose: int | None  # the last batch that the worker has still to be told of
     _next_batch_id: int
 
     def _heard_of_lane(self, report: LaneReport) -> dict[int, EngineCoreOutputs]:
         """What the worker says of a lane that it has given up, or that is back."""
-        if report.is_back:
+        if report.back is not None and self._lost:
             for batch in self._lost:
-                self._free_held(batch)
-            self._lost.clear()
-            logger.info("PD-multiplexing: the prefill lane is back")
+                if batch.id <= report.back:
+                    self._free_held(batch)
+            self._lost = [batch for batch in self._lost if batch.id > report.back]
+            if not self._lost:
+                logger.info("PD-multiplexing: the prefill lane is back")
         return self._lose_lane(report.stalled_s) if report.stalled_s else {}
 
     def _lose_lane(self, stalled_s: float) -> dict[int, EngineCoreOutputs]:
         self._lose = self._next_batch_id - 1
+        if not self._batches:
+            return {}  # they have left it meanwhile
         doomed: dict[str, Request] = {}
         for batch in self._batches:
-            doomed |= {request.request_id: request for request in self._taken_back(batch)}
+            alive = self._taken_back(batch)
+            # One that has been preempted starts again, in a stock step.
+            doomed |= {one.request_id: one for one in alive if one.status == RequestStatus.RUNNING}
         if self._counters is not None:
             self._counters.batches_left(FAILED, len(self._batches))
-        bound = self._bound_prompt() if self._residency is not None else None
-        if bound is not None and self._bound_lane() == PREFILL:  # it cannot go on in the other one
-            doomed[bound.request_id] = bound
+        if self._residency is not None:
+            for bound in self._bound_prompts():
+                if self._residency.lane_of(bound.request_id) == PREFILL:  # it cannot go on in the other one
+                    doomed[bound.request_id] = bound
         self._lost += self._batches  # which then keep the blocks
         self._batches.clear()
         self.finish_requests(list(doomed), RequestStatus.FINISHED_ERROR)
@@ -75,5 +81,6 @@ class Losing(Leaving):
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def has_requests(self) -> bool:
-        """Also while the worker has still to be told."""
-        return super().has_requests() or self._lose is not None
+        """Also until the worker has said that nothing runs of them: it says so in a step, and a paused engine would
+        otherwise get other weights meanwhile."""
+        return super().has_requests() or self._lose is not None or bool(self._lost)

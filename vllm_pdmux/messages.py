@@ -65,7 +65,7 @@ class LaneReport:
     lead_layers: int = 0  # that the lane keeps queued ahead of the device; 0: it has no queue
     unconfined_steps: int = 0  # so far: steps of disjoint groups that found no CUDA graph of their size
     stalled_s: float = 0.0  # the lane is given up after so many seconds without progress, with all that is in it
-    is_back: bool = False  # nothing runs any more of what was lost
+    back: int | None = None  # nothing runs any more of the lost batches up to this one
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -85,7 +85,7 @@ class LaneReport:
     @property
     def is_of_layers(self) -> bool:
         """Whether there were layers in this step; else it is about the lane alone."""
-        return self.ended or not (self.stalled_s or self.is_back)
+        return self.ended or not (self.stalled_s or self.back is not None)
 
 
 def attach_order(output: SchedulerOutput, order: PrefillOrder) -> SchedulerOutput:

@@ -50,7 +50,7 @@ class Engine:
     """Runs an engine core with asynchronous scheduling, step by step."""
 
     def __init__(self, model: str, pdmux: dict | None, use_v2: bool = False, executor: type | None = None):
-        additional = {} if pdmux is None else {"pdmux": {"trace_steps": 4096, **pdmux}}
+        additional = {} if pdmux is None else {"pdmux": {"trace_steps": 4096, "watchdog_s": 0, **pdmux}}
         arguments = {**ENGINE, "num_gpu_blocks_override": BLOCKS, "additional_config": additional}
         config = EngineArgs(model=model, **arguments).create_engine_config()
         config.scheduler_config.async_scheduling = True  # the CPU platform has just set it to False

@@ -32,16 +32,19 @@ from vllm.v1.request import Request, RequestStatus
 from watch import Fusing
 
 from vllm_pdmux import leaving, loads
+from vllm_pdmux.entering import PREFILL
 from vllm_pdmux.messages import PrefillOrder, attach_order, order_of, report_of
 from vllm_pdmux.observer import Observer
 from vllm_pdmux.policy import PromptWork
 from vllm_pdmux.scheduler import Scheduler
 from vllm_pdmux.step_times import StepTimes
 from vllm_pdmux.worker import lane_device
+from vllm_pdmux.worker.lane_device import CudaDevice, HostDevice
 
 MOST_STEPS = 600
 PAUSE_STEPS = 6
 BLOCK = 8  # tokens: small, so that a schedule is short
+STUCK_S = 0.05
 ROWS = 6  # requests that run at a time, at most
 
 
@@ -236,31 +239,30 @@ class Run:
         self.sent_again: set[str] = set()
         self.aborted: set[tuple[str, bool]] = set()
         self.given_up: set[str] = set()  # with the lane
+        self.is_stuck = False  # the lane, as soon as it has something to do
         self.counts = Counter()
 
     def run(self) -> None:
         last = max([plan.step for plan in self.schedule.plans] + [one for one in self.schedule.events])
         while self.step <= last or self.scheduler.requests or self.core.batch_queue or self.taken:
-            self._happen()
-            if self.scheduler.has_requests() or self.core.batch_queue:
-                self._keep(self.core.step_fn()[0] or {})
-            else:
-                self.core._process_aborts_queue()
-                self.gpu.now_s += 1e-3
-            self.step += 1
+            self.one_step()
             assert self.step < MOST_STEPS, "not done"
         self._settle()
+
+    def one_step(self) -> None:
+        self._happen()
+        if self.scheduler.has_requests() or self.core.batch_queue:
+            self._keep(self.core.step_fn()[0] or {})
+        else:
+            self.core._process_aborts_queue()
+            self.gpu.now_s += 1e-3
+        self.step += 1
 
     def _settle(self) -> None:
         self.core._process_aborts_queue()
         while self.scheduler.has_requests() or self.core.batch_queue:
             self._keep(self.core.step_fn()[0] or {})
-        while getattr(self.scheduler, "_lost", ()):  # whoever comes next would have them back
-            with mock.patch.object(self.scheduler, "has_requests", lambda: True):
-                self._keep(self.core.step_fn()[0] or {})
-            self.gpu.now_s += 1e-3
-        while self.core.batch_queue:
-            self._keep(self.core.step_fn()[0] or {})
+            self.gpu.now_s += 1e-3 if getattr(self.scheduler, "_lost", ()) else 0.0
 
     def _happen(self) -> None:
         for name, plan in self.schedule.named.items():
@@ -270,6 +272,8 @@ class Run:
                 self._abort(name, plan)
         if (event := self.schedule.events.get(self.step)) is not None:
             getattr(self, f"_{event}")()
+        if self.is_stuck:
+            self._stand_still()
         if self.step - PAUSE_STEPS in self.schedule.events:
             self.scheduler.set_pause_state(PauseState.UNPAUSED)
             self._give_back()
@@ -384,10 +388,18 @@ class Run:
         self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
 
     def _give_up(self) -> None:
-        """What the watchdog does with a lane that stands still, which this one need not."""
-        if not self.schedule.is_stock:
-            lane = self.worker._prefill_lane
-            lane.give_up(lane.progress(), 1.0)
+        """The lane stands still, from when it has something to do, and the watchdog has seen it."""
+        self.is_stuck = not self.schedule.is_stock
+
+    def _stand_still(self) -> None:
+        lane = self.worker._prefill_lane
+        if (progress := lane.progress()) is None:
+            return
+        if self.schedule.has_gpu and lane._device._stream is not self.gpu.decode:
+            lane._device._stream.run(STUCK_S)  # what is queued takes long
+            lane._queued = lane._device.end()
+        lane.give_up(progress, 1.0)
+        self.is_stuck = False
 
     def _exchange_weights(self) -> None:
         """vLLM's pause mode "keep"."""
@@ -407,16 +419,14 @@ class Checked(Run):
     def __init__(self, *args):
         super().__init__(*args)
         self.lane = self.worker._prefill_lane
+        assert isinstance(self.lane._device, CudaDevice if self.schedule.has_gpu else HostDevice)
         self.layers_of: dict[int, int] = {}  # by batch: where it stands, by the reports
         self.idle_steps = 0
-        self.may_wait = 0  # times that the decode stream may have waited for prefill
         self.lost_blocks = []  # which layers that were given up may still write to
-        self.lost_until_s = 0.0  # when the last of them has run
-        schedule, update, execute = (
-            self.scheduler.schedule,
-            self.scheduler.update_from_output,
-            self.worker.execute_model,
-        )
+        self.lost_until_s: dict[int, float] = {}  # by the last batch that was given up: when the last layer has run
+        self.raised = 0  # batches, as the lane has it
+        schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
+        execute, sample = self.worker.execute_model, self.worker.sample_tokens
         preempt, take = self.scheduler._preempt_request, self.lane._take
 
         def checked_schedule(*arguments):
@@ -428,11 +438,12 @@ class Checked(Run):
             report = report_of(result)
             self._check_report(output, report)
             doomed = self._batch_requests(report) if report is not None and report.error is not None else []
-            if report is not None and report.stalled_s:
-                doomed += self._lose(report)
-            if report is not None and report.is_back:
-                assert self.gpu.now_s >= self.lost_until_s, "lost layers still run"
-                self.lost_blocks.clear()
+            if report is not None and report.stalled_s and not doomed:  # what is behind one that raised starts again
+                doomed = self._lose(report)
+            if report is not None and report.back is not None:
+                assert self.gpu.now_s >= self.lost_until_s[report.back], "lost layers still run"
+                if report.back == max(self.lost_until_s):
+                    self.lost_blocks.clear()
             outputs = update(output, result)
             assert all(request.status == RequestStatus.FINISHED_ERROR for request in doomed), (
                 "a batch that raised lives"
@@ -441,11 +452,17 @@ class Checked(Run):
             return outputs
 
         def checked_execute(output):
-            self.may_wait += order_of(output).drop is not None
-            if order_of(output).lose is not None:
-                streams = getattr(self.lane._device, "_prefill_streams", {}).values()
-                self.lost_until_s = max([one.end_s for one in streams], default=0.0)
-            return execute(output)
+            order = order_of(output)
+            if order.lose is not None and self.schedule.has_gpu:
+                self.lost_until_s[order.lose] = self.lane._device._stream.end_s
+            with self._decode_does_not_wait(output.num_scheduled_tokens and order.drop is None):
+                result = execute(output)
+            self.decodes = bool(output.num_scheduled_tokens)
+            return result
+
+        def checked_sample(grammar):
+            with self._decode_does_not_wait(self.decodes):
+                return sample(grammar)
 
         def counted_preempt(*arguments, **options):
             self.counts["preemptions"] += 1
@@ -454,12 +471,22 @@ class Checked(Run):
         def checked_take():
             result, error = take()
             assert error is None or error.startswith(Fault.__name__), error
-            self.may_wait += error is not None
+            self.raised += error is not None
             return result, error
 
         self.scheduler.schedule, self.scheduler.update_from_output = checked_schedule, checked_update
-        self.scheduler._preempt_request, self.worker.execute_model = counted_preempt, checked_execute
+        self.scheduler._preempt_request = counted_preempt
+        self.worker.execute_model, self.worker.sample_tokens = checked_execute, checked_sample
         self.lane._take = checked_take
+
+    @contextmanager
+    def _decode_does_not_wait(self, asked: object):
+        """The decode stream for prefill, if `asked`, unless a batch has raised. With nothing to decode prefill may have
+        that stream."""
+        waits, raised = self.gpu.waits_of_decode, self.raised
+        yield
+        if asked and self.raised == raised:
+            assert self.gpu.waits_of_decode == waits, "decode waits for prefill"
 
     def _check_scheduled(self, output) -> None:
         order = order_of(output)
@@ -491,6 +518,12 @@ class Checked(Run):
         assert len(ids) == len(set(ids)) and set(ids) == set(scheduler.requests), (
             "a request is twice in the queues, or lost"
         )
+        lost = {block_id for batch in scheduler._lost for block_id in batch.new_blocks}
+        for block in self.pool.blocks:
+            assert block.block_id not in lost or block.block_hash is None, "a lost block is in the prefix cache"
+        for request in scheduler.requests.values():
+            groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            assert not lost & {block_id for group in groups for block_id in group}, "a request has a lost block"
         assert all(request.status == RequestStatus.RUNNING for request in running)
         assert all(request.status != RequestStatus.RUNNING for request in waiting)
         for request in scheduler.requests.values():
@@ -499,10 +532,6 @@ class Checked(Run):
 
     def _check_report(self, output, report) -> None:
         order = order_of(output)
-        waits = self.gpu.waits_of_decode
-        if output.num_scheduled_tokens:
-            assert waits <= self.may_wait, "decode waits for prefill"
-        self.may_wait = max(self.may_wait, waits)  # with nothing to decode prefill may have the decode stream
         if report is None:
             return
         self.counts["faults"] += report.error is not None
@@ -525,13 +554,16 @@ class Checked(Run):
     def _lose(self, report) -> list[Request]:
         """The requests that are given up with the lane; one whose batch has just ended is not."""
         batches = [batch for batch in self.scheduler._batches if not (report.ended and batch.id == report.batch_id)]
-        doomed = [request for batch in batches for request in batch.alive(self.scheduler.requests)]
+        alive = [request for batch in batches for request in batch.alive(self.scheduler.requests)]
+        doomed = [request for request in alive if request.status == RequestStatus.RUNNING]
+        if batches and self.scheduler._residency is not None:
+            # Those whose prompt logprobs are gathered in the lane, though none of their chunks is there now, are too.
+            lane_of = self.scheduler._residency.lane_of
+            doomed += [one for one in self.scheduler._bound_prompts() if lane_of(one.request_id) == PREFILL]
         self.given_up |= {request.request_id for request in doomed}
-        # One whose prompt logprobs are gathered in the lane, though none of its chunks is there now, is too.
-        self.given_up |= {name for name, plan in self.schedule.named.items() if plan.wants_prompt_logprobs}
         for batch in batches:
             self.lost_blocks += [block for blocks in batch.held_blocks for block in blocks]
-        for request in doomed:
+        for request in alive:
             groups = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
             self.lost_blocks += [block for group in groups for block in group]
         self.counts["losses"] += bool(batches)
@@ -547,13 +579,17 @@ class Checked(Run):
 
     def check_nothing_left(self) -> None:
         # The lane forgets a request that ended before its batch with the next step.
-        self.worker.execute_model(attach_order(SchedulerOutput.make_empty(), PrefillOrder()))
+        self.worker.execute_model(attach_order(SchedulerOutput.make_empty(), self._nothing_to_do()))
         super().check_nothing_left()
         scheduler, lane = self.scheduler, self.lane
         assert not scheduler._batches and not scheduler._lost and scheduler._drop is None and scheduler._lose is None
         assert scheduler._residency is None or not scheduler._residency._lane
-        assert lane._current is None and not lane._queue and not lane._launched and not lane._finished_req_ids
+        assert lane._current is None and not lane._queue and not lane._launched
+        assert not lane._in_lane and not lane._finished_req_ids
         self._check_empty(lane._runner)
+
+    def _nothing_to_do(self) -> PrefillOrder:
+        return PrefillOrder(ended=self.scheduler._last_ended())
 
 
 def check(lab: Lab, schedule: Schedule) -> Counter:

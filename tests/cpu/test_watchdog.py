@@ -148,11 +148,13 @@ def test_it_goes_on_when_it_cannot_look(caplog_vllm):
         calls.append(1)
         raise RuntimeError("a state that changes meanwhile")
 
-    watchdog = Watchdog(0.04, LOG, progress, str, print)
+    bound = []
+    watchdog = Watchdog(0.04, LOG, progress, str, print, bind=lambda: bound.append(len(calls)))
     watchdog.start()
     while len(calls) < 3:
         time.sleep(0.01)
     watchdog.close()
+    assert bound == [0], "its thread is bound to the device before it looks"
     assert "could not look" in caplog_vllm.text
     assert watchdog._thread.name == THREAD and not watchdog._thread.is_alive()
 

@@ -207,6 +207,8 @@ GROUPS = 4  # fewer than the scheduler counts, as a device may have
 class TimedPDMuxWorker(PDMuxWorkerMixin, TimedWorker):
     """The real mixin over the stand-in."""
 
+    _lane_device = TimedWorker._lane_device  # not the mixin's own, which is a CPU's
+
 
 class TimedExecutor(StandInExecutor):
     """Of the worker that a schedule has."""

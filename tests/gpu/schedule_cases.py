@@ -127,7 +127,8 @@ def stalls(driver, delay: int):
     again = [Arrival("meanwhile", meanwhile, params(), 60), Arrival("afterwards", afterwards, params(), 90)]
     rounds = {"before": driver.run([*common, *again], limit=20_000)}
     fresh(driver)
-    mark, seen = lane._device.mark, {"layers": 0, "decode_steps": 0, "batches": 0, "lost_blocks": 0}
+    kernel, mark = torch.cuda.Event(), lane._device.mark
+    seen = dict.fromkeys(("layers", "decode_steps", "steps_beside_the_kernel", "batches", "lost_blocks"), 0)
 
     def stands_still():
         mark()
@@ -135,16 +136,20 @@ def stalls(driver, delay: int):
         seen["layers"] += stuck
         if stuck and seen["layers"] == 3:
             torch.cuda._sleep(STALL_CYCLES)
+            kernel.record(lane._device._stream)
 
     def comes(driver):
         if scheduler._lost:
+            seen["steps_beside_the_kernel"] += not kernel.query()
             if not seen["decode_steps"]:
                 driver.add(again[0])
+                seen["was_given_up_after_the_kernel"] = kernel.query()
                 seen["lost_blocks"] = sum(len(blocks) for batch in scheduler._lost for blocks in batch.held_blocks)
                 seen["batches"] = scheduler._next_batch_id
             seen["decode_steps"] += 1
         elif seen["decode_steps"] and "afterwards" not in came:
             came.append("afterwards")
+            seen["is_back_after_the_kernel"] = kernel.query()
             seen["batches_meanwhile"] = scheduler._next_batch_id - seen["batches"]
             driver.add(again[1])
 

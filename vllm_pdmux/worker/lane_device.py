@@ -41,6 +41,9 @@ class LaneDevice(Protocol):
     def lead_layers(self) -> int:
         """How many layers it keeps queued, or has; 0: it has no queue."""
 
+    def bind(self) -> None:
+        """On another thread, before it looks at moments."""
+
     def use(self, group: int, runner: Any) -> None:
         """On the worker's thread: launch what comes next of `runner` on the SMs of `group`."""
 
@@ -81,6 +84,8 @@ class HostDevice:
     keep_thread = False
     workspace = 0  # shared: what runs has ended when control changes
     lead_layers = 0
+
+    def bind(self) -> None: ...
 
     def use(self, group: int, runner: Any) -> None: ...
 
@@ -149,6 +154,9 @@ class CudaDevice:
     @property
     def lead_layers(self) -> int:
         return self._lead
+
+    def bind(self) -> None:
+        torch.cuda.set_device(self._decode_stream.device)  # else the first GPU, which may be another one
 
     def use(self, group: int, runner: Any) -> None:
         # A device may have fewer groups than the scheduler counts.

@@ -71,23 +71,26 @@ class PrefillLane:
         self._step = 0
         self._order, self._decoding = PrefillOrder(), 0  # of the last step
         self._finished_req_ids: set[str] = set()  # finished while their batch was in the lane
-        self._behind: Moment = Passed()  # what a drop made the decode lane wait for
+        self._queued: Moment = Passed()  # the end of what is queued
+        self._behind: Moment = Passed()  # what was dropped or has raised, which the decode lane waits for
         self._stalled: tuple[object, float] | None = None  # what the watchdog saw, and for how long
         self._is_given_up = False  # which has been reported, and no order has answered
-        self._lost: Moment | None = None  # the end of what runs of lost batches
+        self._lost: tuple[int, Moment] | None = None  # the last lost batch, and the end of what runs of them
+        self._decoded: Moment = Passed()  # while there are some: the end of what the decode lane has queued
+        self._is_in_step = False
         self._is_one_of_many = decode_runner.vllm_config.parallel_config.world_size > 1
 
     def before_decode(self, output: SchedulerOutput, order: PrefillOrder) -> None:
         """What must happen before the decode lane runs the step `output`: drops, and requests that change lanes."""
         self._step += 1
+        self._is_in_step = True
         self._order, self._decoding = order, len(output.num_scheduled_tokens)
         if order.drop is not None:
             self._leave(order.drop)
-            self._device.drop()
-            self._behind = self._device.end()
+            self._make_decode_wait()
         if order.lose is not None:
             self._leave(order.lose)
-            self._lost, self._is_given_up = self._device.end(), False
+            self._lost, self._is_given_up = (order.lose, self._device.end()), False
         self._forget_batches(order.ended)
         self._finished_req_ids |= self._handover.gone(output)
         self._forget_finished()
@@ -103,8 +106,12 @@ class PrefillLane:
         Nor is it where requests of a batch before it are about to decode: under asynchronous scheduling this step was
         scheduled without knowing what the one before has reported. So the scheduler must know of all before it.
         """
+        self._is_in_step = False
+        if self._lost is not None:
+            self._decoded = self._device.moment()
+        if order.batch_id is None:
+            return self._back()
         if order.start is not None:
-            assert order.batch_id is not None
             batch = Batch(order.batch_id, order.start, order.grammar, self._admitted_at)
             self._queue.append(batch)
             self._in_lane[batch.id] = batch
@@ -112,7 +119,7 @@ class PrefillLane:
             return None  # scheduled before the scheduler knew
         if (stalled_s := self._stands_still_s()) > 0:
             self._is_given_up = True
-            report = LaneReport(order.batch_id if order.batch_id is not None else -1, stalled_s=stalled_s)
+            report = LaneReport(order.batch_id, stalled_s=stalled_s)
             return PendingReport(report, self._step, None, self._launched)
         next_id = self._current.id if self._current is not None else self._queue[0].id if self._queue else None
         to_its_end = wait and next_id == order.ended + 1
@@ -146,36 +153,39 @@ class PrefillLane:
     def progress(self) -> object:
         """What differs whenever the lane has come further; None while it has nothing to do. From any thread.
 
-        Of what was dropped too, as long as decode waits for it.
+        Of what was dropped too, as long as decode waits for it, and of decode, as long as something runs of what was
+        lost: it may wait for that.
         """
         current, launched, is_behind = self._current, self._launched.ids(), not self._behind.query()
-        if current is None and not self._queue and not launched and not is_behind:
+        decoding = self._step if self._lost is not None and (self._is_in_step or not self._decoded.query()) else None
+        if current is None and not self._queue and not launched and not is_behind and decoding is None:
             return None
-        return None if current is None else current.id, self._lane.layer, launched, is_behind
+        return None if current is None else current.id, self._lane.layer, launched, is_behind, decoding
 
     def give_up(self, progress: object, stalled_s: float) -> None:
-        """Unless it has come further than `progress` by then, the next step loses what is in the lane. From any thread.
+        """The next step loses what is in the lane, unless that has come further than `progress` by then, or all that is
+        queued has run and it was the engine that did not go on. From any thread.
 
         `stalled_s`: for how long it has not.
         """
         self._stalled = progress, stalled_s
 
-    def back(self) -> PendingReport | None:
-        """That nothing runs any more of what was lost, once."""
-        if self._lost is None or not self._lost.query():
-            return None
-        self._lost = None
-        return PendingReport(LaneReport(-1, is_back=True), self._step, None, self._launched)
+    def bind(self) -> None:
+        """On another thread, before it asks for progress."""
+        self._device.bind()
 
     def describe(self) -> str:
         """What it is doing, in one line. From any thread."""
         current, order = self._current, self._order
         doing = "no batch is being launched" if self._behind.query() else "decode waits for layers that were dropped"
+        if self._lost is not None:
+            doing += f", and something may run yet of the batches up to {self._lost[0]}, which were given up"
         if current is not None:
             requests = ", ".join(current.req_ids)
             tokens = current.output.total_num_scheduled_tokens
             doing = f"layer {self._lane.layer} of batch {current.id} has begun ({tokens} tokens of {requests})"
         last = f"batch {order.batch_id}, {order.layers} layers, group {order.group}, drop up to {order.drop}"
+        last += f", give up up to {order.lose}" if order.lose is not None else ""
         waiting = f"{len(self._queue)} batches wait; launched and not reported: {list(self._launched.ids())}"
         return f"{doing}; {waiting}; last step: {self._step}, {self._decoding} requests decoding, order: {last}"
 
@@ -228,6 +238,7 @@ class PrefillLane:
             if runs and runs[-1].batch_id == batch.id:
                 first_layer = runs.pop().first_layer
             runs.append(Run(batch.id, first_layer, self._lane.layer))
+            self._queued = self._device.end()
             if ended:
                 self._launched.add(Launched(batch, self._step, output, error))
                 self._current = None
@@ -254,15 +265,27 @@ class PrefillLane:
             logger.exception("prefill batch %s failed; its requests are %s", self._current.id, req_ids)
             if self._is_one_of_many:
                 raise RankFailed(f"prefill failed on one rank, and others may wait for it: {error}") from error
-            self._device.drop()  # its blocks will be free, and layers may be queued that write to them
+            self._make_decode_wait()  # its blocks will be free, and layers may be queued that write to them
             return None, f"{type(error).__name__}: {error}"
 
     def _stands_still_s(self) -> float:
-        """0, or for how long if the lane is where the watchdog saw it."""
+        """0, or for how long if the lane is where the watchdog saw it, and the device is not through with it."""
         stalled, self._stalled = self._stalled, None
-        if stalled is None or stalled[0] != self.progress():
+        if stalled is None or stalled[0] != self.progress() or self._queued.query():
             return 0.0
         return stalled[1]
+
+    def _make_decode_wait(self) -> None:
+        """For all that is queued in the lane."""
+        self._device.drop()
+        self._behind = self._device.end()
+
+    def _back(self) -> PendingReport | None:
+        """That nothing runs any more of what was lost, once."""
+        if self._lost is None or not self._lost[1].query():
+            return None
+        (last_id, _), self._lost = self._lost, None
+        return PendingReport(LaneReport(-1, back=last_id), self._step, None, self._launched)
 
     def _leave(self, last_id: int) -> None:
         """Launch nothing more of the batches up to this one."""

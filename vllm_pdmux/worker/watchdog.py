@@ -34,7 +34,7 @@ class Watchdog:
     After `limit_s` seconds without a difference `describe` and the stacks of all threads go to the log, once for each
     stall. With the action EXIT the process then ends with EXIT_STALLED. With FAIL `give_up` is called with what
     `progress` said and the seconds, and the process ends where there is still no difference after as long again: then
-    no step has come that could have given up. All are called on the watchdog's thread.
+    no step has come that could have given up. All are called on the watchdog's thread, `bind` once before the others.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class Watchdog:
         give_up: Callable[[object, float], object],
         clock_s: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
+        bind: Callable[[], object] = lambda: None,
     ):
         self._limit_s, self._action = limit_s, action
         self._progress, self._describe, self._give_up = progress, describe, give_up
-        self._clock_s, self._end = clock_s, end
+        self._clock_s, self._end, self._bind = clock_s, end, bind
         self._wait_s = min(max(limit_s / LOOKS, SHORTEST_WAIT_S), threading.TIMEOUT_MAX)
         self._last: object = None
         self._looked_s = clock_s()
@@ -87,6 +88,7 @@ class Watchdog:
             )
 
     def _run(self) -> None:
+        self._bind()
         while not self._closed.wait(self._wait_s):
             try:
                 self.look()

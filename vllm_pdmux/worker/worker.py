@@ -94,7 +94,8 @@ class PDMuxWorkerMixin(WorkerBeneath):
         )
         if settings.watchdog_s:
             action = settings.watchdog_action
-            self._watchdog = Watchdog(settings.watchdog_s, action, lane.progress, lane.describe, lane.give_up)
+            looks_at = lane.progress, lane.describe, lane.give_up
+            self._watchdog = Watchdog(settings.watchdog_s, action, *looks_at, bind=lane.bind)
             self._watchdog.start()
 
     def _lane_device(self) -> LaneDevice:
@@ -166,7 +167,7 @@ class PDMuxWorkerMixin(WorkerBeneath):
         order, self._order = self._order, _NOTHING
         if (lane := self._prefill_lane) is None:
             return output
-        report = lane.back() if order.batch_id is None else lane.advance(order, wait=nothing_decodes)
+        report = lane.advance(order, wait=nothing_decodes)
         if report is None:
             return output
         unconfined_steps = self._unconfined_steps()
