@@ -74,8 +74,9 @@ class KeptSetup(SetupState):
 class Mutations:
     """A plugin of pytest that judges all changes in place of pytest's loop."""
 
-    def __init__(self, names: list[str], processes: int, patience: float, grace_s: float):
-        self.names, self.processes, self.patience, self.grace_s = names, processes, patience, grace_s
+    def __init__(self, names: list[str], processes: int, budget_s: float, patience: float, grace_s: float):
+        self.names, self.processes, self.budget_s = names, processes, budget_s
+        self.patience, self.grace_s = patience, grace_s
         self.judged: dict[str, str] = {}
         self.seconds: dict[str, float] = {}  # of each test, unchanged
         self._calls: dict[str, set[str]] = {}  # by test: the functions that it calls
@@ -118,8 +119,11 @@ class Mutations:
         os.environ["MUTANT_UNDER_TEST"] = ""
 
     def _tests_of(self, session: pytest.Session, name: str) -> Iterator[pytest.Item]:
+        """Those that call what was changed, the shortest first, as long as they fit into the budget; one at least."""
+        used_s = 0.0
         for item in sorted(session.items, key=lambda item: self.seconds[item.nodeid]):
-            if function_of(name) in self._calls[item.nodeid]:
+            if function_of(name) in self._calls[item.nodeid] and (used_s == 0 or used_s < self.budget_s):
+                used_s += self.seconds[item.nodeid]
                 yield item
 
     def _fork(self, session: pytest.Session, tests: list[pytest.Item], name: str) -> int:
@@ -162,6 +166,7 @@ def main() -> int:
     parser.add_argument("--verdicts", nargs="+", default=[SURVIVED, UNTESTED], help="of --names, those so judged")
     parser.add_argument("--out", type=Path, required=True, help="JSON: the verdict for each change")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--budget-s", type=float, default=60.0, help="of tests for one change, as they take unchanged")
     parser.add_argument("--patience", type=float, default=5.0, help="a test may take so many times what it takes alone")
     parser.add_argument("--grace-s", type=float, default=20.0, help="and so many seconds")
     args = parser.parse_args()
@@ -176,7 +181,7 @@ def main() -> int:
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        plugin = Mutations(names, args.processes, args.patience, args.grace_s)
+        plugin = Mutations(names, args.processes, args.budget_s, args.patience, args.grace_s)
         code = 0
         try:
             code = pytest.main([*args.tests, "-q", "-s", "-p", "no:cacheprovider"], plugins=[plugin])
