@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -177,6 +178,7 @@ def main() -> int:
         names = mutated_tree(root, args.source)
         if args.names:
             names = [name for name in names if before.get(name) in args.verdicts]
+        random.Random(0).shuffle(names)  # so that a run that is interrupted has judged a sample of all
         os.chdir(root)
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
