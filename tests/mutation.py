@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,9 +75,9 @@ class KeptSetup(SetupState):
 class Mutations:
     """A plugin of pytest that judges all changes in place of pytest's loop."""
 
-    def __init__(self, names: list[str], processes: int, budget_s: float, patience: float, grace_s: float):
-        self.names, self.processes, self.budget_s = names, processes, budget_s
-        self.patience, self.grace_s = patience, grace_s
+    def __init__(self, names: list[str], args: argparse.Namespace, save: Callable[[dict[str, str]], object]):
+        self.names, self.processes, self.budget_s = names, args.processes, args.budget_s
+        self.patience, self.grace_s, self._save = args.patience, args.grace_s, save
         self.judged: dict[str, str] = {}
         self.seconds: dict[str, float] = {}  # of each test, unchanged
         self._calls: dict[str, set[str]] = {}  # by test: the functions that it calls
@@ -94,13 +94,17 @@ class Mutations:
                 if tests := list(self._tests_of(session, name)):
                     running[self._fork(session, tests, name)] = name
                 else:
-                    self.judged[name] = UNTESTED
+                    self._judge(name, UNTESTED)
             if not running:
                 return True
             pid, status = os.wait()
             if (name := running.pop(pid, None)) is not None:
-                self.judged[name] = verdict(status)
-                print(len(self.judged), "of", len(self.names), name, self.judged[name], flush=True)
+                self._judge(name, verdict(status))
+
+    def _judge(self, name: str, judged: str) -> None:
+        self.judged[name] = judged
+        print(len(self.judged), "of", len(self.names), name, judged, flush=True)
+        self._save(self.judged)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -183,12 +187,12 @@ def main() -> int:
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        plugin = Mutations(names, args.processes, args.budget_s, args.patience, args.grace_s)
-        code = 0
-        try:
-            code = pytest.main([*args.tests, "-q", "-s", "-p", "no:cacheprovider"], plugins=[plugin])
-        finally:
-            out.write_text(json.dumps({**before, **plugin.judged}, indent=1) + "\n")
+
+        def save(judged: dict[str, str]) -> None:
+            out.write_text(json.dumps({**before, **judged}, indent=1) + "\n")
+
+        plugin = Mutations(names, args, save)
+        code = pytest.main([*args.tests, "-q", "-s", "-p", "no:cacheprovider"], plugins=[plugin])
     if len(plugin.judged) < len(names):
         return int(code) or EXIT_FAILED
     for word in (KILLED, TIMEOUT, SURVIVED, UNTESTED):
