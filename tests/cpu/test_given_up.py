@@ -10,6 +10,9 @@ from async_engine import Engine
 from model_check import STUCK_S, Checked, Lab, Plan, Schedule, check
 from virtual_gpu import TimedExecutor
 
+from vllm_pdmux import losing
+from vllm_pdmux.metrics.definitions import BATCHES, DROPPED, FAILED, key_of
+
 CHAT = Plan(own_tokens=10, max_tokens=120)
 STUCK = Schedule(
     plans=(CHAT, Plan(own_tokens=30, max_tokens=5, step=4)),
@@ -96,6 +99,27 @@ def test_blocks_are_kept_until_the_layers_have_run_though_nobody_is_left(lab):
         for _ in range(3):
             run.one_step()
         assert not run.scheduler.has_requests() and run.scheduler.reset_prefix_cache()
+
+
+def test_what_is_said_and_counted(lab, monkeypatch):
+    said = []
+    with stuck(lab) as (run, stream):
+        for level in ("error", "info"):
+            monkeypatch.setattr(losing.logger, level, lambda text, *values: said.append(text % values))
+        give_up(run)
+        assert said == [
+            "PD-multiplexing: the prefill lane is given up after 1 s without progress; prompts are served by stock "
+            "steps until it is back; ended with an error: r1"
+        ]
+        with pytest.raises(
+            RuntimeError, match="cannot be reset while the prefill lane is given up, since its KV blocks"
+        ):
+            run.scheduler.reset_prefix_cache(reset_running_requests=True)
+        run.gpu.now_s = stream.end_s
+        run.run()
+        assert said[1:] == ["PD-multiplexing: the prefill lane is back"]
+        counted = run.scheduler._counters.values
+        assert counted[key_of(BATCHES, FAILED)] == 1 and counted[key_of(BATCHES, DROPPED)] == 0
 
 
 def test_a_lane_that_waited_for_the_engine_alone_is_not_given_up(lab):
