@@ -132,7 +132,7 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", "cli.calibrate"),
     *_all("vllm.engine.arg_utils", "EngineArgs", "create_engine_config model", "cli.checks.engine"),
     *_all("vllm.engine.arg_utils", "EngineArgs", "scheduler_cls additional_config", "cli.checks.engine"),
-    *_all("vllm.engine.arg_utils", "EngineArgs", "from_cli_args", "cli.serve_line"),
+    *_all("vllm.engine.arg_utils", "EngineArgs", "from_cli_args model", "cli.serve_line"),
     *_all("vllm.entrypoints.cli.serve", "ServeSubcommand", "name validate subparser_init", "cli.serve_line"),
     *_all("vllm.utils.argparse_utils", "", "FlexibleArgumentParser", "cli.serve_line"),
     *_all("vllm.v1.engine.llm_engine", "LLMEngine", "add_request step has_unfinished_requests", "verify.answers"),

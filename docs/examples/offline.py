@@ -17,7 +17,7 @@ def engine(model: str, **arguments: Any) -> LLM:
     return LLM(
         model,
         scheduler_cls="vllm_pdmux.Scheduler",
-        additional_config={"pdmux": {"itl_slo_ms": 25}},
+        additional_config={"pdmux": {"itl_slo_ms": 11}},
         **arguments,
     )
 

@@ -468,6 +468,26 @@ def test_a_line_that_does_not_ask_for_the_plugin_is_a_warning(capfd, tiny_model_
     assert diagnose(capfd, *line)[1]["asked for"]["detail"] == "by PDMUX=1"
 
 
+@pytest.mark.parametrize(
+    "command", [["vllm", "serve"], ["python3", "-m", "vllm.entrypoints.openai.api_server", "--model"]]
+)
+def test_the_command_itself_may_stand_before_the_line(capfd, tiny_model_path, command):
+    code, found = diagnose(capfd, "--", *command, tiny_model_path, *ASKED, "--enforce-eager")
+    assert code == 0 and found["model"]["status"] == found["asked for"]["status"] == "ok"
+
+
+def test_a_line_that_turns_the_plugin_off_is_told_so(capfd, tiny_model_path):
+    settings = '{"pdmux": {"enabled": false}}'
+    _, found = diagnose(capfd, "--", tiny_model_path, "--enforce-eager", "--additional-config", settings)
+    assert found["asked for"]["status"] == "warning" and "enabled is false" in found["asked for"]["detail"]
+
+
+def test_a_scheduler_of_ours_that_there_is_not_is_an_error(capfd, tiny_model_path):
+    line = (tiny_model_path, "--enforce-eager", "--scheduler-cls", "vllm_pdmux.Schedular")
+    code, found = diagnose(capfd, "--", *line)
+    assert code == 1 and "is not a scheduler of vllm_pdmux" in found["asked for"]["detail"]
+
+
 def test_a_line_that_asks_for_two_schedulers_is_an_error(capfd, tiny_model_path):
     line = (tiny_model_path, "--enforce-eager", "--additional-config", '{"pdmux": {}}', "--scheduler-cls", "a.B")
     code, found = diagnose(capfd, "--", *line)
@@ -481,6 +501,7 @@ def test_a_line_that_asks_for_two_schedulers_is_an_error(capfd, tiny_model_path)
         (["--", "MODEL", "--port", "x"], "vllm serve does not take what follows --: argument --port"),
         (["--", "MODEL", "--additional-config", '{"pdmux": {"itl": 1}}'], "itl"),
         (["--", "MODEL", "--additional-config", '{"pdmux": 1}'], "must be a mapping of settings"),
+        (["--", "--enforce-eager"], "names no model"),
         (["--", "/no/model"], "it is no folder with a config.json in it"),
         (["--enforce-eager", "--", "MODEL"], "leave out the options before it"),
         (["--config", "FILE", "--", "MODEL"], "leave out the options before it"),

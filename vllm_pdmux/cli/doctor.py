@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="-- LINE",
         help="what follows `vllm serve` on your command line, instead of the options above but --device and --json: "
-        "all of it is checked as at a start",
+        "all of it is checked as at a start, but for free memory and ports",
     )
 
 

@@ -20,10 +20,15 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
 
 
 def engine_args_of(arguments: Sequence[str]) -> Any:
-    """The engine's arguments of `vllm serve ARGUMENTS`, a file of its `--config` included.
+    """The engine's arguments of `vllm serve ARGUMENTS`, a file of its `--config` included. The command itself may
+    stand before them.
 
     Raises CommandError for a line or a model that vLLM refuses.
     """
+    for written in (["vllm", "serve"], ["-m", "vllm.entrypoints.openai.api_server"]):
+        first = 1 if written[0] == "-m" else 0  # some python
+        if list(arguments[first : first + 2]) == written:
+            arguments = arguments[first + 2 :]
     command = ServeSubcommand()
     parser = _Parser(prog="vllm")
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
@@ -34,6 +39,8 @@ def engine_args_of(arguments: Sequence[str]) -> Any:
         raise CommandError(f"vllm serve does not take what follows --: {error}") from error
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
+    elif parsed.model == EngineArgs.model:
+        raise CommandError(f"what follows -- names no model, and vLLM would serve {parsed.model}: put MODEL first")
     check_model(parsed.model)
     with refusals(parsed.model):
         return EngineArgs.from_cli_args(parsed)

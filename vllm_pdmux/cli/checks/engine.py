@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from vllm_pdmux.activation import KEY, SCHEDULER, ActivationError, asked, inline_settings, is_ours, metadata_version
@@ -13,6 +14,7 @@ from vllm_pdmux.cli.checks.plugins import PLATFORM, Plugin, allowed_names, is_hi
 from vllm_pdmux.cli.engine_options import refusals
 from vllm_pdmux.config import ConfigError, Resolved
 from vllm_pdmux.support import REFUSALS, problems, settings_problems, version_problems
+from vllm_pdmux.switch import is_on
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -54,8 +56,9 @@ def check_served(engine_args: EngineArgs, resolved: Resolved, whole: bool) -> It
     # Not asked for here: the plugin would end the start with all that is refused in one message.
     additional = engine_args.additional_config if isinstance(engine_args.additional_config, Mapping) else {}
     engine_args.additional_config = {**additional, KEY: {"enabled": False}}
-    if is_ours(engine_args.scheduler_cls):
-        engine_args.scheduler_cls = None
+    with suppress(ActivationError):  # said by `check_asked`
+        if is_ours(engine_args.scheduler_cls):
+            engine_args.scheduler_cls = None
     with refusals(engine_args.model):
         config = engine_args.create_engine_config()
     distribution = metadata_version()
@@ -76,9 +79,14 @@ def check_served(engine_args: EngineArgs, resolved: Resolved, whole: bool) -> It
 def check_asked(engine_args: EngineArgs, environ: Mapping[str, str]) -> Finding:
     """Whether a server with these engine arguments would use the plugin."""
     try:
-        reason = asked(engine_args.scheduler_cls, inline_settings(engine_args.additional_config), environ)
+        inline = inline_settings(engine_args.additional_config)
+        reason = asked(engine_args.scheduler_cls, inline, environ)
+        is_off = reason is None and (inline is not None or is_on(environ))
     except (ActivationError, ConfigError) as error:
         return Finding("asked for", ERROR, str(error))
+    if is_off:
+        return Finding("asked for", WARNING, "the setting enabled is false, so stock vLLM serves: set it to true")
     if reason is None:
-        return Finding("asked for", WARNING, f"the line does not ask for the plugin: add --scheduler-cls {SCHEDULER}")
+        detail = f"the line does not ask for the plugin: add --scheduler-cls {SCHEDULER}, or set PDMUX=1"
+        return Finding("asked for", WARNING, detail)
     return Finding("asked for", OK, f"by {reason}")
