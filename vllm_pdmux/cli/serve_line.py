@@ -14,7 +14,7 @@ from vllm_pdmux.cli import CommandError
 from vllm_pdmux.cli.engine_options import check_model, refusals
 
 
-class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # the check does not follow vLLM
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"vllm serve does not take what follows --: {message}")
 

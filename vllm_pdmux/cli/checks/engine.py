@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from vllm_pdmux.activation import KEY, SCHEDULER, ActivationError, asked, inline_settings, is_ours, metadata_version
@@ -56,9 +55,12 @@ def check_served(engine_args: EngineArgs, resolved: Resolved, whole: bool) -> It
     # Not asked for here: the plugin would end the start with all that is refused in one message.
     additional = engine_args.additional_config if isinstance(engine_args.additional_config, Mapping) else {}
     engine_args.additional_config = {**additional, KEY: {"enabled": False}}
-    with suppress(ActivationError):  # said by `check_asked`
-        if is_ours(engine_args.scheduler_cls):
-            engine_args.scheduler_cls = None
+    try:
+        is_named = is_ours(engine_args.scheduler_cls)
+    except ActivationError:  # said by `check_asked`
+        is_named = True
+    if is_named:
+        engine_args.scheduler_cls = None
     with refusals(engine_args.model):
         config = engine_args.create_engine_config()
     distribution = metadata_version()
