@@ -164,7 +164,7 @@ def activate(vllm_config: VllmConfig, environ: Mapping[str, str]) -> None:
                 "%s is set but nothing asks for pdmux: set PDMUX=1 to use it, or unset it", ENVIRONMENT_VARIABLE
             )
         return
-    resolved = resolve(inline_settings(vllm_config.additional_config), environ)
+    resolved = resolved_of(vllm_config, environ)
     found = problems(vllm_config, metadata_version(), environ) + settings_problems(vllm_config, resolved.config)
     if found:
         raise UnsupportedError(found)

@@ -238,7 +238,6 @@ class PrefillLane:
             if runs and runs[-1].batch_id == batch.id:
                 first_layer = runs.pop().first_layer
             runs.append(Run(batch.id, first_layer, self._lane.layer))
-            self._queued = self._device.end()
             if ended:
                 self._launched.add(Launched(batch, self._step, output, error))
                 self._current = None
@@ -246,6 +245,8 @@ class PrefillLane:
                     break
                 if self._queue and error is None:
                     self._begin(self._queue.popleft())
+        if runs:
+            self._queued = self._device.end()
         return tuple(runs)
 
     def _at_layer(self) -> None:

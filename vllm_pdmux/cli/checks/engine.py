@@ -74,8 +74,10 @@ def check_served(engine_args: EngineArgs, resolved: Resolved, whole: bool) -> It
         detail = (
             f"supported: {engine_args.model} ({model.architecture}, {model.dtype}) uses none of the {len(REFUSALS)}"
         )
-        rest = "" if whole else ", as far as these options say: `vllm-pdmux doctor -- LINE` checks all that follows "
-        yield Finding("model", OK, f"{detail} features that are refused{rest and rest + 'your `vllm serve`'}")
+        detail += " features that are refused"
+        if not whole:
+            detail += ", as far as these options say: `vllm-pdmux doctor -- LINE` checks all that follows `vllm serve`"
+        yield Finding("model", OK, detail)
 
 
 def check_asked(engine_args: EngineArgs, environ: Mapping[str, str]) -> Finding:
