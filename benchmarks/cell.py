@@ -120,6 +120,7 @@ class Engine:
         self._random = random.Random(0)
         self._contexts: dict[tuple[int, int], list[list[int]]] = {}
         self._count = 0
+        self._begun = 0  # tokens of the answers by the time all requests of a load decode
 
     @property
     def kv_tokens(self) -> int:
@@ -140,7 +141,7 @@ class Engine:
 
     def decode(self, batch: int, context: int, setting: Any, steps: int) -> dict[str, float]:
         """ITL of `steps` decode steps with nothing to prefill, and the CPU time of each: of all threads of the process,
-        which schedule, launch, and read what was sampled."""
+        which schedule, launch, and read what was sampled. And the tokens of all contexts before the first of them."""
         self._use(setting)
         decoding = self._decoding(batch, context)
         cpu_s = time.process_time()
@@ -148,6 +149,7 @@ class Engine:
         cpu_s = time.process_time() - cpu_s
         self._end(list(decoding))
         return {
+            "context_tokens": float(batch * context + self._begun),
             "itl_p50_ms": quantile(gaps, 0.5),
             "itl_p99_ms": quantile(gaps, 0.99),
             "cpu_ms_per_step": cpu_s / (len(gaps) + 1) * 1e3,
@@ -279,14 +281,24 @@ class Engine:
         scheduler._pdmux_policy, scheduler._observer, scheduler._prompt_work = self._policies[setting]
 
     def _decoding(self, batch: int, context: int) -> set[str]:
-        """So many requests with this context, all of which decode."""
+        """So many requests with this context, all of which decode, and have decoded equally long in every arm.
+
+        Their contexts are computed before, so that all of them begin within a few steps: else the first ones would have
+        longer contexts by the time the last ones begin, most where decode goes on beside prefill.
+        """
         if (batch, context) not in self._contexts:
             self._contexts[batch, context] = [self._prompt(context) for _ in range(batch)]
-        decoding = {self._add(prompt, NO_END if context > 1000 else 400) for prompt in self._contexts[batch, context]}
+        prompts = self._contexts[batch, context]
+        for prompt in prompts:
+            self._add(prompt, 1)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        decoding = {self._add(prompt, NO_END if context > 1000 else 400) for prompt in prompts}
         lengths: dict[str, int] = {}
         while len(lengths) < batch or min(lengths.values()) < 5:
             for output in self._engine.step():
                 lengths[output.request_id] = len(output.outputs[0].token_ids)
+        self._begun = sum(lengths.values())
         return decoding
 
     def _end(self, request_ids: list[str]) -> None:
