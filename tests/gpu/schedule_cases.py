@@ -113,7 +113,7 @@ def sleep_and_abort(driver):
 
 
 def stalls(driver, delay: int):
-    """The same schedule twice: as it is, and with a prompt whose third layer takes seconds.
+    """The same schedule twice: as it is, and with a prompt behind the first of whose layers a kernel runs for seconds.
 
     The watchdog gives the lane up, so that this prompt and one behind it end with an error while others decode; a
     prompt that comes meanwhile is served without the lane, one that comes afterwards in it.
@@ -126,15 +126,20 @@ def stalls(driver, delay: int):
     meanwhile, afterwards = prompt(700, 71), prompt(800, 72)
     again = [Arrival("meanwhile", meanwhile, params(), 60), Arrival("afterwards", afterwards, params(), 90)]
     rounds = {"before": driver.run([*common, *again], limit=20_000)}
+    names = ["stuck", "behind"]
+    doomed = [Arrival(name, prompt(900, 80 + i), params(), 60 + i) for i, name in enumerate(names)]
+    # CUDA may wait for all that runs where it loads a kernel that was never used: none is new to the doomed ones.
+    fresh(driver)
+    driver.run([*common, *doomed], limit=20_000)
     fresh(driver)
     kernel, mark = torch.cuda.Event(), lane._device.mark
-    seen = dict.fromkeys(("layers", "decode_steps", "steps_beside_the_kernel", "batches", "lost_blocks"), 0)
+    seen = dict.fromkeys(("marks", "decode_steps", "steps_beside_the_kernel", "batches", "lost_blocks"), 0)
 
     def stands_still():
         mark()
         stuck = lane._current is not None and any("stuck" in req_id for req_id in lane._current.req_ids)
-        seen["layers"] += stuck
-        if stuck and seen["layers"] == 3:
+        seen["marks"] += stuck
+        if stuck and seen["marks"] == STUCK_AT_MARK:
             torch.cuda._sleep(STALL_CYCLES)
             kernel.record(lane._device._stream)
 
@@ -155,8 +160,6 @@ def stalls(driver, delay: int):
 
     came: list[str] = []
     lane._device.mark = stands_still
-    names = ["stuck", "behind"]
-    doomed = [Arrival(name, prompt(900, 80 + i), params(), 60 + i) for i, name in enumerate(names)]
     results = driver.run([*common, *doomed], comes, limit=20_000, later=again)
     lane._device.mark = mark
     seen["ends"] = {name: results.pop(name).finish_reasons for name in names}
@@ -165,6 +168,7 @@ def stalls(driver, delay: int):
 
 
 STALL_CYCLES = 4_000_000_000  # about two seconds
+STUCK_AT_MARK = 3  # of the ends of what the lane queues in a step
 
 
 class HalfWay:
