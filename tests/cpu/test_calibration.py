@@ -439,6 +439,22 @@ class TestCommand:
             )
             assert f"vllm-pdmux calibrate: --out {out} is not written either" in said.err
 
+    @pytest.mark.parametrize("good", [[True], [False, True], [False, False]])
+    def test_what_is_refused_is_measured_once_more(self, capfd, cache_folder, monkeypatch, good):
+        samples = Device().samples()
+        profile, left = fit.fit(samples, "made up"), list(good)
+
+        def measured(llm, progress):
+            errors = {"decode alone": Errors(0.02 if left.pop(0) else 0.31, 0.05, 0.4, 3)}
+            return Calibration({"device": "a GPU"}, profile, errors, samples, 12.3)
+
+        monkeypatch.setattr("vllm_pdmux.cli.calibrate._engine", Nothing)
+        monkeypatch.setattr("vllm_pdmux.calibration.run.calibrate", measured)
+        assert main(["calibrate", "--model", "m", "--force"]) == (0 if good[-1] else 1)
+        said = capfd.readouterr().err
+        again = "measuring once more: the median error of decode alone is 31.0% but must be at most 10%"
+        assert left == [] and cache_folder.exists() == good[-1] and (again in said) == (len(good) > 1)
+
 
 class Nothing:
     """In the place of an engine."""

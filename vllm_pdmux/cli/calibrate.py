@@ -59,9 +59,7 @@ def _run(args: argparse.Namespace, settings: dict[str, Any], stdout: TextIO) -> 
         _say(args, stdout, found)
         return 0
     with _engine(arguments) as llm, _progress_bar() as progress:
-        from vllm_pdmux.calibration.run import calibrate
-
-        calibration = calibrate(llm, progress)
+        calibration = _calibrated(llm, progress)
     found = _judged(args, calibration)
     _say(args, stdout, found)
     for reason in calibration.left_out:
@@ -120,6 +118,19 @@ def _stored(args: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, An
     if args.out is not None:
         cache.write(args.out, key, profile, details)
     return _answer(profile, str(path), details.get("errors", {}), cached=True, measured_s=0.0, refused=[])
+
+
+def _calibrated(llm: Any, progress: Progress) -> Calibration:
+    """A second time where the first one is refused: a host that is slow for some seconds spoils what it launches then,
+    and the engine's start costs more than measuring."""
+    from vllm_pdmux.calibration.fit import too_large
+    from vllm_pdmux.calibration.run import calibrate
+
+    first = calibrate(llm, progress)
+    if not (problems := too_large(first.errors)):
+        return first
+    print(f"vllm-pdmux calibrate: measuring once more: {'; '.join(problems)}", file=sys.stderr)
+    return calibrate(llm, progress)
 
 
 def _judged(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
