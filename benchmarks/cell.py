@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 from unittest import mock
 
@@ -120,7 +120,6 @@ class Engine:
         self._random = random.Random(0)
         self._contexts: dict[tuple[int, int], list[list[int]]] = {}
         self._count = 0
-        self._begun = 0  # tokens of the answers by the time all requests of a load decode
 
     @property
     def kv_tokens(self) -> int:
@@ -149,7 +148,7 @@ class Engine:
         cpu_s = time.process_time() - cpu_s
         self._end(list(decoding))
         return {
-            "context_tokens": float(batch * context + self._begun),
+            "context_tokens": float(batch * context + sum(decoding.values())),
             "itl_p50_ms": quantile(gaps, 0.5),
             "itl_p99_ms": quantile(gaps, 0.99),
             "cpu_ms_per_step": cpu_s / (len(gaps) + 1) * 1e3,
@@ -280,8 +279,9 @@ class Engine:
             self._policies[setting] = policy, Observer(policy, work), work
         scheduler._pdmux_policy, scheduler._observer, scheduler._prompt_work = self._policies[setting]
 
-    def _decoding(self, batch: int, context: int) -> set[str]:
-        """So many requests with this context, all of which decode, and have decoded equally long in every arm.
+    def _decoding(self, batch: int, context: int) -> dict[str, int]:
+        """So many requests with this context, all of which decode, with the tokens of their answers so far: as many in
+        every arm.
 
         Their contexts are computed before, so that all of them begin within a few steps: else the first ones would have
         longer contexts by the time the last ones begin, most where decode goes on beside prefill.
@@ -293,13 +293,13 @@ class Engine:
             self._add(prompt, 1)
         while self._engine.has_unfinished_requests():
             self._engine.step()
-        decoding = {self._add(prompt, NO_END if context > 1000 else 400) for prompt in prompts}
+        for prompt in prompts:
+            self._add(prompt, NO_END if context > 1000 else 400)
         lengths: dict[str, int] = {}
         while len(lengths) < batch or min(lengths.values()) < 5:
             for output in self._engine.step():
                 lengths[output.request_id] = len(output.outputs[0].token_ids)
-        self._begun = sum(lengths.values())
-        return decoding
+        return lengths
 
     def _end(self, request_ids: list[str]) -> None:
         self._engine.abort_request(request_ids)
@@ -321,7 +321,7 @@ class Engine:
         found = [one for name, one in self._scheduler.requests.items() if name.split("-")[0] == request_id]
         return found[0].num_computed_tokens if found else 0
 
-    def _gaps(self, decoding: set[str], until: Any) -> tuple[list[float], float, dict[str, float]]:
+    def _gaps(self, decoding: Container[str], until: Any) -> tuple[list[float], float, dict[str, float]]:
         """Between decode steps, in ms; the seconds of it all; and after which of them each prompt has ended."""
         gaps: list[float] = []
         ended: dict[str, float] = {}
