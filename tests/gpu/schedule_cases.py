@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from driver import Arrival, prompt
 
 CHOICES = ("the first of the answers", "the second, a longer one of them", "none of the others")  # of `choice`
@@ -120,6 +122,8 @@ def stalls(driver, delay: int):
     """
     import torch
 
+    from vllm_pdmux.policy.off import OffPolicy
+
     lane, scheduler = driver.worker._prefill_lane, driver.scheduler
     common = [*chats(1900), *longs(1, 0, params(), first=20)]
     fresh(driver)
@@ -128,9 +132,14 @@ def stalls(driver, delay: int):
     rounds = {"before": driver.run([*common, *again], limit=20_000)}
     names = ["stuck", "behind"]
     doomed = [Arrival(name, prompt(900, 80 + i), params(), 60 + i) for i, name in enumerate(names)]
-    # CUDA may wait for all that runs where it loads a kernel that was never used: none is new to the doomed ones.
+    # CUDA waits for all that runs where it loads a kernel that was never used, and cuBLAS chooses kernels by the number
+    # of tokens: every batch of the second round is run before, in the lane and, as while that is given up, out of it.
     fresh(driver)
     driver.run([*common, *doomed], limit=20_000)
+    fresh(driver)
+    policy, scheduler._pdmux_policy = scheduler._pdmux_policy, OffPolicy(1)
+    driver.run([*common, *(replace(arrival, step=150 + 90 * i) for i, arrival in enumerate(again))], limit=20_000)
+    scheduler._pdmux_policy = policy
     fresh(driver)
     kernel, mark = torch.cuda.Event(), lane._device.mark
     seen = dict.fromkeys(("marks", "decode_steps", "steps_beside_the_kernel", "batches", "lost_blocks"), 0)
