@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from driver import Arrival, prompt
 
+from vllm_pdmux.policy import OffPolicy
+
 CHOICES = ("the first of the answers", "the second, a longer one of them", "none of the others")  # of `choice`
 
 
@@ -121,8 +123,6 @@ def stalls(driver, delay: int):
     prompt that comes meanwhile is served without the lane, one that comes afterwards in it.
     """
     import torch
-
-    from vllm_pdmux.policy.off import OffPolicy
 
     lane, scheduler = driver.worker._prefill_lane, driver.scheduler
     common = [*chats(1900), *longs(1, 0, params(), first=20)]

