@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a matrix product of a size not used before keeps the host waiting for what runs on another stream.
 
-cuBLAS chooses a kernel by the number of tokens, and CUDA loads a kernel where it is first used. Each size is launched
-twice beside a kernel that only takes time, after the sizes of decode batches. How long the launch took is written, and
-whether the other kernel had ended by then. Down projection of Llama-3.1-8B in bf16. Needs an NVIDIA GPU.
+cuBLAS chooses a kernel by the number of tokens. Each size is launched twice beside a kernel that only takes time, after
+a few sizes (USED_TOKENS) were launched alone. How long the launch took is written, and whether the other kernel had
+ended by then. Down projection of Llama-3.1-8B in bf16. Needs an NVIDIA GPU.
 
     python benchmarks/first_use.py --tokens 256,705,900,904 --out first-use.json
 """

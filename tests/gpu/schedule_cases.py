@@ -132,8 +132,8 @@ def stalls(driver, delay: int):
     rounds = {"before": driver.run([*common, *again], limit=20_000)}
     names = ["stuck", "behind"]
     doomed = [Arrival(name, prompt(900, 80 + i), params(), 60 + i) for i, name in enumerate(names)]
-    # CUDA waits for all that runs where it loads a kernel that was never used, and cuBLAS chooses kernels by the number
-    # of tokens: every batch of the second round is run before, in the lane and, as while that is given up, out of it.
+    # The first launch of a cuBLAS kernel waits for all that runs, and cuBLAS chooses kernels by the number of tokens:
+    # every batch of the second round is run before, in the lane and, as while that is given up, out of it.
     fresh(driver)
     driver.run([*common, *doomed], limit=20_000)
     fresh(driver)
