@@ -236,16 +236,17 @@ def test_what_finds_no_room_is_not_throttled_afterwards(lab, monkeypatch):
         run.check_answers()
 
 
-@pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.UNPAUSED])
-def test_a_paused_engine_asks_its_policy_nothing(lab, state):
+def test_a_paused_engine_asks_its_policy_nothing(lab):
     with noted(lab, schedule(CHAT, LONG)) as (run, notes):
         to_step(run, 3)
-        run.scheduler.set_pause_state(state)
-        run.one_step()
-        assert bool(notes.fused) == bool(notes.decided) == (state == PauseState.UNPAUSED)
+        run._send("r1", LONG)
+        run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        assert run.scheduler.schedule().total_num_scheduled_tokens == 0 and not notes.fused and not notes.decided
         run.scheduler.set_pause_state(PauseState.UNPAUSED)
+        run.step += 1
         run.run()
         run.check_answers()
+        assert notes.fused and notes.decided
 
 
 def test_a_prompt_whose_logprobs_are_gathered_in_the_lane_goes_on_there_with_nothing_decoding(lab):

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How batches leave the lane, on a virtual GPU (model_check.py): what is counted, said and told to clients of each way,
+and what a batch may have of the engine's seats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from async_engine import Engine
+from model_check import ROWS, Lab, Plan
+from test_given_up import STUCK, give_up, stuck
+from test_loads import CHAT, LATE, LONG, noted, schedule
+from virtual_gpu import TimedExecutor
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
+from vllm.v1.engine import EngineCoreEventType, FinishReason
+
+from vllm_pdmux import leaving, losing
+from vllm_pdmux.messages import order_of
+from vllm_pdmux.metrics.definitions import BATCHES, DROPPED, ENDED, FAILED, JOINS, RESULTS, TOKENS, key_of
+from vllm_pdmux.outputs import outputs_of_ended
+
+BEHIND = schedule(CHAT, LONG, replace(LATE, step=4), has_gpu=True, chunk=64)  # LATE is in the lane behind LONG
+
+
+@pytest.fixture(scope="module")
+def lab(tiny_model_path):
+    return Lab(Engine(tiny_model_path, {}, executor=TimedExecutor))
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What is an error in the log."""
+    lines = []
+    for module in (leaving, losing):
+        monkeypatch.setattr(module.logger, "error", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def counted(run):
+    """Batches by what has become of them."""
+    values = run.scheduler._counters.values
+    return {result: n for result in RESULTS if (n := values[key_of(BATCHES, result)])}
+
+
+def both_in_lane(run):
+    while len(run.scheduler._batches) < 2:
+        run.one_step()
+
+
+def ends(lab, what, layers=2):
+    with noted(lab, what, layers=layers) as (run, _):
+        run.run()
+        run.check_answers()
+        run.check_nothing_left()
+        return run
+
+
+# --- counted and said ------------------------------------------------------------------------------------------------
+
+
+def test_batches_that_end_are_counted_with_their_tokens_and_who_decodes_then(lab):
+    """LONG's first chunk lets nobody decode, the second one comes with a half of LATE, and the other half alone."""
+    run = ends(lab, schedule(CHAT, LONG, LATE))
+    values = run.scheduler._counters.values
+    assert counted(run) == {ENDED: 3} and values[TOKENS] == 32 + 16 and values[JOINS] == 2
+
+
+def test_a_batch_that_raises_is_counted_and_said_and_the_one_behind_it_is_dropped(lab, said):
+    run = ends(lab, replace(BEHIND, faults={0: 5}))
+    assert counted(run) == {FAILED: 1, DROPPED: 1, ENDED: 1}
+    assert said == ["prefill failed (Fault: at 5 of batch 0); ended with an error: r1"]
+
+
+def test_a_pause_drops_all_batches_and_their_requests_wait_as_preempted_now(lab):
+    with noted(lab, BEHIND, layers=2) as (run, _):
+        both_in_lane(run)
+        run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        assert counted(run) == {DROPPED: 2}
+        waiting = list(run.scheduler.waiting)
+        assert [request.request_id for request in waiting] == ["r1", "r2"], "in the order of their admission"
+        events = [request.events[-1] for request in waiting]
+        assert {(one.type, one.timestamp) for one in events} == {(EngineCoreEventType.PREEMPTED, run.gpu.now_s)}
+        run.scheduler.set_pause_state(PauseState.UNPAUSED)
+        run.run()
+        run.check_answers()
+
+
+@pytest.mark.parametrize("what", [BEHIND, replace(BEHIND, faults={0: 5}), replace(BEHIND, events={6: "pause"})])
+def test_without_statistics_batches_leave_all_the_same(lab, what):
+    with noted(lab, what, layers=2) as (run, _):
+        run.scheduler._counters = None
+        run.run()
+        run.check_answers()
+
+
+def test_the_error_of_a_lane_that_is_given_up_names_all_that_end_with_it(lab, said):
+    two = replace(STUCK, plans=(*STUCK.plans, replace(STUCK.plans[1], content=1)))
+    with stuck(lab, two) as (run, _):
+        give_up(run)
+        assert said[0].endswith("ended with an error: r1, r2")
+
+
+def test_or_that_nobody_does(lab, said):
+    """Its only request has been preempted, and starts again."""
+    with stuck(lab) as (run, _):
+        request = run.scheduler.requests["r1"]
+        run.scheduler.running.remove(request)
+        run.scheduler._preempt_request(request, run.gpu.now_s)
+        give_up(run)
+        assert said[0].endswith("ended with an error: no request") and run.ends["r1", False] == []
+
+
+@pytest.mark.parametrize("arguments", [(True, False), (False, True)])
+def test_what_is_to_be_reset_beside_the_prefix_cache_is_passed_on(lab, monkeypatch, arguments):
+    with lab.lend(schedule(CHAT)) as (_, scheduler, _):
+        asked = []
+        monkeypatch.setattr(StockScheduler, "reset_prefix_cache", lambda self, *given: asked.append(given) or True)
+        assert scheduler.reset_prefix_cache(*arguments) and asked == [arguments]
+
+
+def test_clients_have_the_events_and_trace_of_a_request_that_ended_with_an_error():
+    def request(name, client):
+        return SimpleNamespace(
+            request_id=name,
+            client_index=client,
+            get_finished_reason=lambda: FinishReason.ERROR,
+            take_events=lambda: [f"events of {name}"],
+            trace_headers={"traceparent": name},
+        )
+
+    told = outputs_of_ended([request("a", 0), request("b", 1), request("c", 0)])
+    assert {client: [one.request_id for one in outputs.outputs] for client, outputs in told.items()} == {
+        0: ["a", "c"],
+        1: ["b"],
+    }
+    for one in (*told[0].outputs, *told[1].outputs):
+        assert one.new_token_ids == [] and one.finish_reason == FinishReason.ERROR
+        assert (one.events, one.trace_headers) == ([f"events of {one.request_id}"], {"traceparent": one.request_id})
+
+
+# --- seats -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chats, admitted", [(ROWS, 0), (ROWS - 1, 1), (ROWS - 2, 2)])
+def test_the_lane_takes_as_many_as_there_are_seats_beside_those_that_decode(lab, chats, admitted):
+    several = [replace(CHAT, content=number) for number in range(chats)]
+    late = [Plan(own_tokens=10, max_tokens=3, step=4, content=10 + number) for number in range(3)]
+    with noted(lab, schedule(*several, *late, chunk=256)) as (run, _):
+        while run.step < 4:
+            run.one_step()
+        schedule_step, outputs = run.scheduler.schedule, []
+        run.scheduler.schedule = lambda *given: outputs.append(schedule_step(*given)) or outputs[-1]
+        run.one_step()
+        start = order_of(outputs[0]).start
+        assert (len(start.num_scheduled_tokens) if start is not None else 0) == admitted
+        run.run()
+        run.check_answers()
