@@ -110,3 +110,48 @@ def test_the_serial_lane_runs_it_all():
     lane, seen = SerialLane(), []
     lane.start(lambda: layers(lane, 5, seen))
     assert lane.advance(1) and lane.take() == "done" and seen == list(range(5)) and lane.layer == 5
+
+
+def test_layers_outside_of_a_job_are_nobodys():
+    """Of a warm-up, on the thread that has the lanes."""
+    lane = SerialLane()
+    lane.at_layer()
+    assert lane.layer == 0
+    lane.start(lambda: layers(lane, 2, []))
+    lane.at_layer()
+    assert lane.layer == 0 and lane.take() == "done" and lane.layer == 2
+    lane.at_layer()
+    assert lane.layer == 2
+
+
+def test_its_thread_keeps_no_process_alive(lane):
+    """A layer may never return."""
+    lane.start(lambda: layers(lane, 2, []))
+    lane.advance(1)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "pdmux-prefill"]
+    assert thread.daemon
+    lane.drop()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_only_a_lane_that_keeps_its_thread_has_it_after_a_job(keeps):
+    lane = ThreadedLane(switch_in=lambda: None, switch_out=lambda: None, keep_thread=keeps)
+    idents = set()
+    for _ in range(2):
+        lane.start(lambda: idents.add(threading.current_thread()))
+        assert lane.advance(1)
+        lane.take()
+        assert ("pdmux-prefill" in {thread.name for thread in threading.enumerate()}) == keeps
+    assert len(idents) == 2 - keeps
+    lane.close()
+
+
+def test_there_is_one_job_at_a_time(lane):
+    lane.start(lambda: layers(lane, 2, []))
+    with pytest.raises(AssertionError, match=r"^the lane has a job already$"):
+        lane.start(lambda: None)
+    with pytest.raises(AssertionError, match=r"^the job has not ended$"):
+        lane.take()
+    lane.drop()
+    with pytest.raises(AssertionError, match=r"^the lane has no job$"):
+        lane.advance(1)

@@ -247,6 +247,15 @@ class TestTheLead:
         step(device, clock)
         assert len(device._marks) == 5 + MARGIN
 
+    def test_it_stays_there(self, device, clock):
+        begin(device, 1)
+        queued = []
+        for _ in range(30):
+            step(device, clock)
+            queued.append(len(device._marks))
+            gpu_runs(device, 5)
+        assert set(queued[-10:]) == {5 + MARGIN}
+
     def test_it_grows_when_the_queue_has_run_dry_within_a_bound(self, device, clock):
         begin(device, 1)
         launched = []
@@ -286,6 +295,18 @@ class TestTheLead:
             gpu_runs(device, 1000)
         # A step takes its launches and 0.2 s; half of that, and the layer that is under way when it is over.
         assert min(launched) >= 1 and max(launched) <= 3
+
+
+def test_the_host_stops_when_its_part_of_a_step_is_over(device, clock):
+    learn_longest_lead(device, clock)
+    for _ in range(2):
+        step(device, clock, limit=0, step_s=1.0)
+    # A half of a step of 1 s: the fifth layer of 0.125 s would begin when it is over.
+    assert step(device, clock, step_s=1.0, launch_s=0.125) == 4
+
+
+def test_it_is_asked_before_each_layer(device):
+    assert device.stride(7) == 1
 
 
 def test_a_layer_is_launched_in_every_step_however_short(device, clock):

@@ -20,7 +20,7 @@ from stand_ins import StandInExecutor, StandInPDMuxWorker
 from watch import fuse_now_and_then
 
 from vllm_pdmux.messages import LaneReport, Run
-from vllm_pdmux.pace import FIRST_WINDOW, LONGEST_WINDOW, Pace
+from vllm_pdmux.pace import FIRST_WINDOW, LONGEST_WINDOW, MARGIN, STEPS_UNDER_WAY, Pace
 from vllm_pdmux.policy import ALL_LAYERS, Decision
 from vllm_pdmux.policy.types import Unlearning, decide_alone
 from vllm_pdmux.worker import lane_device
@@ -262,3 +262,32 @@ def test_an_order_that_was_void_leaves_the_window_open():
     ordered = pace.layers(ALL_LAYERS, is_first=True)
     pace.reported(ordered, None)
     assert pace.layers(ALL_LAYERS, is_first=False) == ordered
+
+
+def reported(pace, ordered, is_saturated, queued=0):
+    """The step has come back that ordered so many layers, of which so many are queued."""
+    pace.reported(ordered, LaneReport(0, (Run(0, 0, ordered),), is_saturated, lead_layers=queued))
+
+
+def test_the_window_grows_by_a_half_while_it_is_too_small_for_a_device_that_runs_dry():
+    pace, windows = Pace(), []
+    for _ in range(8):
+        windows.append(pace.layers(ALL_LAYERS, is_first=False))
+        reported(pace, windows[-1], is_saturated=False)
+    assert windows == [4, 6, 9, 13, 19, 28, 42, 48] and all(isinstance(window, int) for window in windows)
+
+
+def test_where_all_that_was_wanted_was_ordered_the_device_ran_dry_for_want_of_layers():
+    """Then it is known what it begins in a step: enough of that for the steps under way."""
+    pace = Pace()
+    assert pace.layers(FIRST_WINDOW, is_first=False) == FIRST_WINDOW
+    reported(pace, FIRST_WINDOW, is_saturated=False)
+    assert pace.layers(ALL_LAYERS, is_first=False) == FIRST_WINDOW * STEPS_UNDER_WAY + MARGIN
+
+
+def test_the_window_never_shrinks_below_the_first_one():
+    pace = Pace()
+    for _ in range(5):
+        ordered = pace.layers(0, is_first=False)
+        reported(pace, ordered, is_saturated=True)
+    assert pace.layers(ALL_LAYERS, is_first=False) == FIRST_WINDOW

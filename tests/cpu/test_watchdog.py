@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watchdog: a lane that hangs is noticed, once, and nothing else is."""
 
+import _thread
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from driver import Arrival, prompt
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
+from vllm_pdmux.worker import watchdog
 from vllm_pdmux.worker.watchdog import EXIT, EXIT_STALLED, FAIL, LOG, THREAD, Watchdog, stacks
 
 ROOT = Path(__file__).parents[2]
@@ -173,6 +176,56 @@ def test_the_stacks_are_those_of_all_other_threads():
         go.set()
         thread.join()
     assert "thread the other one:" in text and "waits_in_here" in text and "in stacks" not in text
+
+
+def test_each_stack_is_whole_and_under_its_threads_name_or_number():
+    """A library's own thread is none of Python's."""
+    go, begun, idents = threading.Event(), threading.Semaphore(0), []
+
+    def waits_in_here():
+        idents.append(threading.get_ident())
+        begun.release()
+        go.wait()
+
+    thread = threading.Thread(target=waits_in_here, name="the other one")
+    thread.start()
+    _thread.start_new_thread(waits_in_here, ())
+    try:
+        for _ in range(2):
+            begun.acquire()
+        text = stacks()
+    finally:
+        go.set()
+        thread.join()
+    unnamed = next(ident for ident in idents if ident != thread.ident)
+    lines = text.splitlines()
+    for name in ("the other one", unnamed):
+        place = lines.index(f"thread {name}:")
+        assert lines[place + 1].startswith('  File "')
+    assert f"thread {threading.current_thread().name}:" not in lines and not text.endswith("\n")
+    assert "waits_in_here\n    go.wait()\n" in text, "one call below the other"
+
+
+def test_what_it_says_before_it_ends_the_process_is_in_the_log_by_then(monkeypatch):
+    """os._exit flushes nothing."""
+    said, log = [], logging.getLogger("vllm")
+    looked, handler = Looked(EXIT), logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: None)
+    monkeypatch.setattr(handler, "flush", lambda: said.append("flushed"))
+    monkeypatch.setattr(watchdog.logger, "error", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(log, "handlers", [*log.handlers, handler])
+    monkeypatch.setattr(looked.watchdog, "_end", lambda code: said.append(code))
+    for now_s in (0, 5, 10):
+        looked.at(now_s, "layer 3")
+    first, *others = said
+    assert first.startswith(
+        "PD-multiplexing: the prefill lane has made no progress for 10 s (watchdog_s is 10): batch 7\n"
+    )
+    assert others == [
+        "PD-multiplexing: the process ends, as watchdog_action is exit",
+        "flushed",
+        EXIT_STALLED,
+    ]
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
