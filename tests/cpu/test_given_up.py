@@ -55,10 +55,17 @@ def test_all_prompts_whose_logprobs_are_gathered_in_it_end(lab):
         settings={"layers_per_group": 2, "max_prefill_tokens": 20},
         fused=(8, 10**9),
         kv_blocks=64,
-        events={16: "give_up"},
     )
-    counts = check(lab, schedule)
-    assert counts["losses"] == 1 and counts["errors"] == 2
+    with lab.lend(schedule) as parts:
+        run = Checked(lab, schedule, *parts)
+        while [list(batch.requests) for batch in run.scheduler._batches] != [["r2"]]:
+            run.one_step()
+        assert [one.request_id for one in run.scheduler.running if one.is_prefill_chunk] == ["r1", "r2"]
+        run._give_up()
+        run.run()
+        run.check_answers()
+        run.check_nothing_left()
+    assert run.counts["losses"] == 1 and run.counts["errors"] == 2
 
 
 @contextmanager
@@ -111,10 +118,12 @@ def test_what_is_said_and_counted(lab, monkeypatch):
             "PD-multiplexing: the prefill lane is given up after 1 s without progress; prompts are served by stock "
             "steps until it is back; ended with an error: r1"
         ]
-        with pytest.raises(
-            RuntimeError, match="cannot be reset while the prefill lane is given up, since its KV blocks"
-        ):
+        with pytest.raises(RuntimeError) as raised:
             run.scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert str(raised.value) == (
+            "the prefix cache cannot be reset while the prefill lane is given up, since its KV blocks are kept: "
+            "reset it when the log says that the lane is back, or start the engine again"
+        )
         run.gpu.now_s = stream.end_s
         run.run()
         assert said[1:] == ["PD-multiplexing: the prefill lane is back"]
@@ -173,8 +182,19 @@ def test_an_engine_that_does_not_return_from_a_step_makes_no_progress_while_some
             return execute(output)
 
         run.worker.model_runner.execute_model = looked_at
+        run.gpu.now_s = run.gpu.decode.end_s  # so that there is no decode step to wait for
         run.one_step()
         assert seen[0] is not None and seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("look_ahead", [1, 2])
+def test_steps_that_were_scheduled_before_it_was_known_launch_nothing(lab, look_ahead):
+    with stuck(lab, Schedule(**{**vars(STUCK), "look_ahead": look_ahead})) as (run, _):
+        launch, launched = run.lane._launch, []
+        run.lane._launch = lambda *arguments, **options: launched.append(run.step) or launch(*arguments, **options)
+        give_up(run)
+        assert launched == []
+        run.lane._launch = launch
 
 
 def test_decode_that_waits_for_a_batch_that_raised_is_watched(lab):

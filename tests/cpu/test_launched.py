@@ -107,3 +107,8 @@ def test_a_batch_that_ends_during_a_step_is_reported_with_it():
     report = report_of(reporting.get_output())
     assert report == LaneReport(7, runs, output=first_token._output, unconfined_steps=3)
     assert report.output.req_ids == ["long"] and not len(batches)
+
+
+def test_a_step_in_which_no_batch_has_ended_reports_what_else_is_known_by_then(batches):
+    pending = PendingReport(LaneReport(8, (Run(8, 0, 2),)), 1, None, batches)
+    assert pending.whole(unconfined_steps=3) == LaneReport(8, (Run(8, 0, 2),), unconfined_steps=3)

@@ -66,6 +66,7 @@ def test_batches_that_end_are_counted_with_their_tokens_and_who_decodes_then(lab
     run = ends(lab, schedule(CHAT, LONG, LATE))
     values = run.scheduler._counters.values
     assert counted(run) == {ENDED: 3} and values[TOKENS] == 32 + 16 and values[JOINS] == 2
+    assert ends(lab, BEHIND).scheduler._counters.values[JOINS] == 2
 
 
 def test_a_batch_that_raises_is_counted_and_said_and_the_one_behind_it_is_dropped(lab, said):
@@ -83,6 +84,7 @@ def test_a_pause_drops_all_batches_and_their_requests_wait_as_preempted_now(lab)
         assert [request.request_id for request in waiting] == ["r1", "r2"], "in the order of their admission"
         events = [request.events[-1] for request in waiting]
         assert {(one.type, one.timestamp) for one in events} == {(EngineCoreEventType.PREEMPTED, run.gpu.now_s)}
+        assert all(request.drop_stale_output for request in waiting), "what is in flight of them is of before the pause"
         run.scheduler.set_pause_state(PauseState.UNPAUSED)
         run.run()
         run.check_answers()
@@ -111,6 +113,28 @@ def test_or_that_nobody_does(lab, said):
         run.scheduler._preempt_request(request, run.gpu.now_s)
         give_up(run)
         assert said[0].endswith("ended with an error: no request") and run.ends["r1", False] == []
+
+
+def test_a_step_has_one_set_of_statistics_though_a_batch_ends_in_it(lab, monkeypatch):
+    made, stock = [], StockScheduler.make_stats
+
+    def noting(self, *arguments, **options):
+        made.append(stock(self, *arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(StockScheduler, "make_stats", noting)
+    with noted(lab, schedule(CHAT, LONG)) as (run, _):
+        update, of_steps = run.scheduler.update_from_output, []
+        run.scheduler.update_from_output = lambda *given: of_steps.append(update(*given)) or of_steps[-1]
+        run.run()
+    assert [outputs[0].scheduler_stats for outputs in of_steps if outputs] == [one for one in made if one is not None]
+    assert len(made) == len(of_steps) and None not in made
+
+
+def test_what_the_statistics_are_made_of_is_passed_on(lab, monkeypatch):
+    with lab.lend(schedule(CHAT)) as (_, scheduler, _):
+        monkeypatch.setattr(StockScheduler, "make_stats", lambda self, *given, **named: (given, named))
+        assert scheduler.make_stats(1, other=2) == ((1,), {"other": 2})
 
 
 @pytest.mark.parametrize("arguments", [(True, False), (False, True)])

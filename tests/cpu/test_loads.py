@@ -218,6 +218,18 @@ def test_all_that_may_overtake_are_asked_for(lab):
     assert len(of_others) == 2 and of_others[1] == 17.28
 
 
+def test_the_first_batch_may_leave_out_what_fused_steps_have_begun(lab):
+    with noted(lab, schedule(CHAT, LONG, LATE), fused=12, overtakes=True) as (run, notes):
+        while run.step < 5:
+            run.one_step()
+        notes._fused = 0
+        run.one_step()
+        assert notes.prompts == [(Prompt(17.28, 0.0), Prompt(10.88, 8.0))]  # 8 * 1.36
+        assert [list(batch.requests) for batch in run.scheduler._batches] == [["r2"]]
+        run.run()
+        run.check_answers()
+
+
 def test_with_priorities_nothing_overtakes(lab):
     notes = notes_of(lab, schedule(CHAT, LONG, LATE, has_priorities=True), overtakes=True)
     assert notes.decided and notes.prompts == []

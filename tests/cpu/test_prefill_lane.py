@@ -15,14 +15,16 @@ from model_check import Lab
 from test_given_up import STUCK, give_up, stuck
 from test_loads import CHAT, LATE, LONG, noted, schedule
 from test_scheduler import changed, outputs_of
-from virtual_gpu import TimedExecutor
+from virtual_gpu import Timed, TimedExecutor
 from vllm.v1.core.sched.output import GrammarOutput
 
 from vllm_pdmux.messages import Run, order_of, report_of
 from vllm_pdmux.metrics.definitions import BESIDE, STEPS, key_of
 from vllm_pdmux.policy import Kind
 from vllm_pdmux.worker import prefill_lane
+from vllm_pdmux.worker.handover import HandoverV1
 from vllm_pdmux.worker.lane import SerialLane
+from vllm_pdmux.worker.layer_view import LayerView
 from vllm_pdmux.worker.prefill_lane import RankFailed
 
 FAST = {"has_gpu": True, "chunk": 64, "layer_ms": (0.0,)}  # whatever is launched has run
@@ -69,9 +71,10 @@ def test_it_launches_what_is_ordered_and_goes_on_with_the_next_batch(lab):
 def test_a_gpu_that_is_behind_gets_no_more_and_its_steps_are_beside_prefill_all_the_same(lab):
     """It has work in all of them but the first, which began without. None of them waits for the batch."""
     with noted(lab, schedule(CHAT, LONG, **SLOW), layers=8) as (run, notes):
-        reports = reports_of(run)
+        reports, outputs = reports_of(run), outputs_of(run)
         run.run()
         run.check_answers()
+    assert len(reports) == sum(order_of(output).batch_id is not None for output in outputs)
     while_it_ran = [report for report in reports if not report.ended]
     assert [report.runs for report in reports].count(()) > 5
     assert [report.is_saturated for report in while_it_ran[:10]] == [False] + [True] * 9
@@ -124,25 +127,64 @@ def test_on_a_gpu_its_thread_outlives_a_batch(lab, has_gpu):
         assert len(found) == has_gpu and all(thread.daemon for thread in found), "a layer may never return"
 
 
-def test_first_tokens_are_masked_as_it_was_when_their_batch_was_scheduled(lab):
+@pytest.mark.parametrize("use_v2", [False, True])
+def test_first_tokens_are_masked_as_it_was_when_their_batch_was_scheduled(lab, monkeypatch, use_v2):
     """vLLM fills one buffer again in each step."""
-    buffer = np.zeros((1, 1), dtype=np.int32)
-    with noted(lab, schedule(CHAT, LONG)) as (run, _):
-        masks, wanted, sample = [], [], run.lane._runner.sample_tokens
+    buffer, masks, wanted = np.zeros((1, 1), dtype=np.int32), [], []
+    sample = Timed.sample_tokens
 
-        def bitmask(output):
-            buffer[0, 0] += 1
-            if "r1" in output.num_scheduled_tokens and not output.num_scheduled_tokens.keys() - {"r1"}:
-                wanted.append(int(buffer[0, 0]))
-            return GrammarOutput(list(output.num_scheduled_tokens), buffer)
+    def noting(runner, grammar):
+        if not runner.is_decode:
+            masks.append((grammar.structured_output_request_ids, int(grammar.grammar_bitmask[0, 0])))
+        return sample(runner, grammar)
 
+    def bitmask(output):
+        buffer[0, 0] += 1
+        if list(output.num_scheduled_tokens) == ["r1"]:
+            wanted.append((["r1"], int(buffer[0, 0])))
+        return GrammarOutput(list(output.num_scheduled_tokens), buffer)
+
+    monkeypatch.setattr(Timed, "sample_tokens", noting)
+    with noted(lab, schedule(CHAT, LONG, use_v2=use_v2)) as (run, _):
         run.scheduler.get_grammar_bitmask = bitmask
-        run.lane._runner.sample_tokens = lambda grammar: masks.append(grammar) or sample(grammar)
-        while run.ends.get(("r1", False)) != ["length"]:
-            run.one_step()
-        assert [grammar.structured_output_request_ids for grammar in masks] == [["r1"], ["r1"]]
-        assert [int(grammar.grammar_bitmask[0, 0]) for grammar in masks] == wanted[:2] and buffer[0, 0] > wanted[1]
         run.run()
+        run.check_answers()
+    assert masks == wanted[:2] and buffer[0, 0] > wanted[1][1]
+
+
+@pytest.mark.parametrize("use_v2", [False, True])
+def test_its_runner_has_the_kv_cache_of_the_decode_lane(lab, use_v2):
+    with lab.lend(schedule(CHAT, use_v2=use_v2)) as (_, _, worker):
+        decode, prefill = worker.model_runner, worker._prefill_lane._runner
+        assert prefill is not decode and prefill.kv_caches is decode.kv_caches
+        assert prefill.kv_cache_config is decode.kv_cache_config
+
+
+def test_a_layer_is_a_place_to_stop_where_it_is_first_looked_up():
+    """It looks itself up twice, and layers of experts, which are none, in between."""
+    stops = []
+    view = LayerView({"a": 1, "experts": 2, "b": 3}, {"a", "b"}, lambda: stops.append(len(stops)))
+    assert [view[name] for name in ("a", "a", "experts", "b", "b", "experts")] == [1, 1, 2, 3, 3, 2]
+    assert len(stops) == 2
+    view.begin()
+    assert view["b"] == 3 and len(stops) == 3, "of the next forward pass"
+
+
+def test_half_done_prompt_logprobs_go_with_a_request_and_end_with_it():
+    """Of a V1 runner."""
+
+    def runner(**num_prompt_logprobs):
+        rows = SimpleNamespace(removed=[])
+        rows.remove_request = rows.removed.append
+        return SimpleNamespace(requests={}, input_batch=rows, num_prompt_logprobs=num_prompt_logprobs)
+
+    source, target, state = runner(a=5), runner(), object()
+    source.requests.update(a=state, b=object())
+    HandoverV1().move(["a", "b", "new"], source, target)
+    assert target.requests["a"] is state and target.num_prompt_logprobs == {"a": 5}
+    assert not source.requests and not source.num_prompt_logprobs and source.input_batch.removed == ["a", "b"]
+    HandoverV1().forget(["a", "new"], target)
+    assert list(target.requests) == ["b"] and not target.num_prompt_logprobs and target.input_batch.removed == ["a"]
 
 
 def test_adapters_are_looked_at_before_and_after_each_stop(lab):

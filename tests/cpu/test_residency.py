@@ -85,3 +85,21 @@ def test_a_step_that_tells_of_what_is_gone_forgets_nothing_that_was_sent_in_it(l
     told.finished_req_ids, told.preempted_req_ids = {"a"}, {"a"}
     localise(told, "decode")
     assert residency.lane_of("a") == "prefill"
+
+
+def test_of_those_that_stay_all_is_sent_as_stock_sends_it(localise):
+    """One joins, and the rest of the step is as if it had never been there."""
+    localise(step("b"), "decode")
+    output = step("a", "b")
+    cached = output.scheduled_cached_reqs
+    cached.resumed_req_ids, cached.all_token_ids, cached.num_output_tokens = {"b"}, {"b": [5, 6]}, [1, 2]
+    left = localise(output, "decode").scheduled_cached_reqs
+    assert left == CachedRequestData(
+        req_ids=["b"],
+        resumed_req_ids={"b"},
+        new_token_ids=[],
+        all_token_ids={"b": [5, 6]},
+        new_block_ids=[([71],)],
+        num_computed_tokens=[5],
+        num_output_tokens=[2],
+    )
