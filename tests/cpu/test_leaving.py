@@ -12,12 +12,14 @@ from async_engine import Engine
 from model_check import ROWS, Lab, Plan
 from test_given_up import STUCK, give_up, stuck
 from test_loads import CHAT, LATE, LONG, noted, schedule
+from test_scheduler import outputs_of
 from virtual_gpu import TimedExecutor
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreEventType, FinishReason
 
 from vllm_pdmux import leaving, losing
+from vllm_pdmux.entering import Entering
 from vllm_pdmux.messages import order_of
 from vllm_pdmux.metrics.definitions import BATCHES, DROPPED, ENDED, FAILED, JOINS, RESULTS, TOKENS, key_of
 from vllm_pdmux.outputs import outputs_of_ended
@@ -175,10 +177,32 @@ def test_the_lane_takes_as_many_as_there_are_seats_beside_those_that_decode(lab,
     with noted(lab, schedule(*several, *late, chunk=256)) as (run, _):
         while run.step < 4:
             run.one_step()
-        schedule_step, outputs = run.scheduler.schedule, []
-        run.scheduler.schedule = lambda *given: outputs.append(schedule_step(*given)) or outputs[-1]
+        outputs = outputs_of(run)
         run.one_step()
         start = order_of(outputs[0]).start
         assert (len(start.num_scheduled_tokens) if start is not None else 0) == admitted
         run.run()
         run.check_answers()
+
+
+def test_who_comes_with_the_id_of_one_that_is_in_the_lane_enters_when_that_has_left_it(lab):
+    """The worker knows requests by their ids. The batch goes on for LATE, and there would be room for a second one."""
+    again = replace(LONG, abort=5, is_sent_again=True)
+    what = schedule(CHAT, again, replace(LATE, step=3), has_gpu=True, chunk=64, layer_ms=(0.0,))
+    with noted(lab, what, layers=1) as (run, _):
+        outputs = outputs_of(run)
+        run.run()
+        run.check_answers()
+    orders = [order_of(output) for output in outputs]
+    begun = [place for place, order in enumerate(orders) if order.start is not None]
+    assert [list(orders[place].start.num_scheduled_tokens) for place in begun] == [["r1", "r2"], ["r1"]]
+    assert orders[begun[1]].ended == 0, "the first batch has ended by then"
+
+
+def test_a_session_that_waits_for_its_next_turn_is_nothing_to_prefill():
+    entering = Entering()
+    entering.running, entering.waiting, entering.kv_holding_waiting = [], [object()], []
+    entering.num_waiting_for_streaming_input = 1
+    assert not entering._anything_to_prefill()
+    entering.kv_holding_waiting = [object()]
+    assert entering._anything_to_prefill()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_model
@@ -17,7 +18,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
 from vllm_pdmux.worker import watchdog
-from vllm_pdmux.worker.watchdog import EXIT, EXIT_STALLED, FAIL, LOG, THREAD, Watchdog, stacks
+from vllm_pdmux.worker.watchdog import EXIT, EXIT_STALLED, FAIL, LOG, LONGEST_END_S, THREAD, Watchdog, stacks
 
 ROOT = Path(__file__).parents[2]
 HANG_LIMIT_S = 300
@@ -203,7 +204,14 @@ def test_each_stack_is_whole_and_under_its_threads_name_or_number():
         place = lines.index(f"thread {name}:")
         assert lines[place + 1].startswith('  File "')
     assert f"thread {threading.current_thread().name}:" not in lines and not text.endswith("\n")
-    assert "waits_in_here\n    go.wait()\n" in text, "one call below the other"
+    assert 'waits_in_here\n    go.wait()\n  File "' in text, "one call below the other"
+
+
+def test_it_is_not_waited_for_for_ever_where_its_thread_is_in_a_call_that_does_not_return(monkeypatch):
+    looked, waited_s = Looked(), []
+    monkeypatch.setattr(looked.watchdog, "_thread", SimpleNamespace(join=waited_s.append))
+    looked.watchdog.close()
+    assert waited_s == [LONGEST_END_S]
 
 
 def test_what_it_says_before_it_ends_the_process_is_in_the_log_by_then(monkeypatch):
