@@ -16,13 +16,24 @@ from test_scheduler import outputs_of
 from virtual_gpu import TimedExecutor
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
-from vllm.v1.engine import EngineCoreEventType, FinishReason
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, FinishReason
 
 from vllm_pdmux import leaving, losing
 from vllm_pdmux.entering import Entering
 from vllm_pdmux.messages import order_of
-from vllm_pdmux.metrics.definitions import BATCHES, DROPPED, ENDED, FAILED, JOINS, RESULTS, TOKENS, key_of
-from vllm_pdmux.outputs import outputs_of_ended
+from vllm_pdmux.metrics.definitions import (
+    BATCHES,
+    BESIDE,
+    DROPPED,
+    ENDED,
+    FAILED,
+    JOINS,
+    RESULTS,
+    STEPS,
+    TOKENS,
+    key_of,
+)
+from vllm_pdmux.outputs import merge_outputs, outputs_of_ended
 
 BEHIND = schedule(CHAT, LONG, replace(LATE, step=4), has_gpu=True, chunk=64)  # LATE is in the lane behind LONG
 
@@ -107,6 +118,17 @@ def test_the_error_of_a_lane_that_is_given_up_names_all_that_end_with_it(lab, sa
         assert said[0].endswith("ended with an error: r1, r2")
 
 
+def test_a_report_of_the_lane_alone_makes_no_step_one_beside_prefill(lab):
+    """That it is given up, and that it is back."""
+    with stuck(lab, replace(STUCK, look_ahead=0)) as (run, stream):
+        values, key = run.scheduler._counters.values, key_of(STEPS, BESIDE)
+        before = values[key]
+        give_up(run)
+        run.gpu.now_s = stream.end_s
+        run.run()
+        assert values[key] == before > 0
+
+
 def test_or_that_nobody_does(lab, said):
     """Its only request has been preempted, and starts again."""
     with stuck(lab) as (run, _):
@@ -165,6 +187,25 @@ def test_clients_have_the_events_and_trace_of_a_request_that_ended_with_an_error
     for one in (*told[0].outputs, *told[1].outputs):
         assert one.new_token_ids == [] and one.finish_reason == FinishReason.ERROR
         assert (one.events, one.trace_headers) == ([f"events of {one.request_id}"], {"traceparent": one.request_id})
+
+
+def test_of_two_updates_of_a_step_clients_get_all_in_order():
+    """Statistics are those of the first one, and what has finished is of both."""
+
+    def update(**finished):
+        made = {}
+        for client, ids in finished.items():
+            made[int(client[1:])] = EngineCoreOutputs(outputs=[f"{client} {one}" for one in ids])
+        return made
+
+    first, others = update(c0=["a"], c1=["b"]), update(c1=["c"], c2=["d"])
+    first[0].finished_requests, first[1].finished_requests = {"a"}, {"b"}
+    others[1].finished_requests = {"c"}
+    merged = merge_outputs(first, others)
+    assert merged is first and sorted(merged) == [0, 1, 2]
+    assert [merged[client].outputs for client in (0, 1, 2)] == [["c0 a"], ["c1 c", "c1 b"], ["c2 d"]]
+    assert [merged[client].finished_requests for client in (0, 1, 2)] == [{"a"}, {"b", "c"}, None]
+    assert merge_outputs({}, {0: others[1]})[0].finished_requests == {"c"}
 
 
 # --- seats -----------------------------------------------------------------------------------------------------------

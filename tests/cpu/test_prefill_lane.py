@@ -17,11 +17,12 @@ from test_loads import CHAT, LATE, LONG, noted, schedule
 from test_scheduler import changed, outputs_of
 from virtual_gpu import Timed, TimedExecutor
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.worker.gpu import model_runner
 
 from vllm_pdmux.messages import Run, order_of, report_of
 from vllm_pdmux.metrics.definitions import BESIDE, STEPS, key_of
 from vllm_pdmux.policy import Kind
-from vllm_pdmux.worker import prefill_lane
+from vllm_pdmux.worker import prefill_lane, prefill_runner
 from vllm_pdmux.worker.handover import HandoverV1
 from vllm_pdmux.worker.lane import SerialLane
 from vllm_pdmux.worker.layer_view import LayerView
@@ -158,6 +159,27 @@ def test_its_runner_has_the_kv_cache_of_the_decode_lane(lab, use_v2):
         decode, prefill = worker.model_runner, worker._prefill_lane._runner
         assert prefill is not decode and prefill.kv_caches is decode.kv_caches
         assert prefill.kv_cache_config is decode.kv_cache_config
+
+
+def test_a_v2_runner_is_built_with_the_kv_cache_that_the_layers_are_bound_to():
+    """vLLM's allocates one by a function of its module."""
+
+    class Runner:
+        def __init__(self, config, device):
+            self.config, self.device = config, device
+
+        def load_model(self, model):
+            self.model = model
+
+        def initialize_kv_cache(self, kv_cache_config):
+            self.kv_cache_config, self.kv_caches = kv_cache_config, model_runner.init_kv_cache(kv_cache_config)
+
+    decode, stock = Runner("stock", "device"), model_runner.init_kv_cache
+    decode.model, decode.kv_cache_config, decode.kv_caches = "model", "sizes", ["of layer 0", "of layer 1"]
+    runner = prefill_runner._build_v2(decode, "config")
+    assert (runner.config, runner.device, runner.model) == ("config", "device", "model")
+    assert runner.kv_cache_config == "sizes" and runner.kv_caches == {0: "of layer 0", 1: "of layer 1"}
+    assert model_runner.init_kv_cache is stock
 
 
 def test_a_layer_is_a_place_to_stop_where_it_is_first_looked_up():

@@ -25,6 +25,7 @@ from vllm_pdmux.metrics.definitions import (
     FUSED_STEPS,
     INFEASIBLE_DECISIONS,
     LAYERS,
+    PREFILL,
     STEPS,
     STOCK,
     key_of,
@@ -98,14 +99,14 @@ class FirstWindow:
     """In the place of a pace: three layers of whatever is wanted."""
 
     def __init__(self):
-        self.asked = []
+        self.asked, self.told = [], []
 
     def layers(self, wanted, is_first):
         self.asked.append((wanted, is_first))
         return 3
 
     def reported(self, ordered, report):
-        pass
+        self.told.append((ordered, report.launched_layers))
 
 
 def test_the_pace_is_asked_for_what_the_policy_wants_and_told_where_a_batch_begins(lab):
@@ -114,6 +115,7 @@ def test_the_pace_is_asked_for_what_the_policy_wants_and_told_where_a_batch_begi
         outputs = outputs_of(run)
         run.run()
         run.check_answers()
+    assert pace.told == [(3, 3), (3, 3), (3, 2)] * 2, "of eight layers, twice"
     of_lane = [order for order in map(order_of, outputs) if order.batch_id is not None]
     assert pace.asked == [(5, order.start is not None) for order in of_lane]
     assert {order.layers for order in of_lane} == {3} and [is_first for _, is_first in pace.asked].count(True) == 2
@@ -326,3 +328,30 @@ def test_who_was_preempted_for_the_lane_is_told_to_the_runner_of_the_decode_lane
         output = run.scheduler.schedule()
         assert output.preempted_req_ids == {"r2"} and order_of(output).start.num_scheduled_tokens.keys() == {"r1"}
         run.worker.execute_model(output)
+
+
+def test_a_step_of_the_lane_alone_is_counted_with_its_layers(lab):
+    """The chat is gone when half of LONG's first chunk has run."""
+    with noted(lab, schedule(replace(CHAT, abort=4), LONG)) as (run, _):
+        run.run()
+        values = run.scheduler._counters.values
+    assert values[LAYERS] == 8 * run.counts["batches ended"] and values[key_of(BESIDE_STEPS, 1)] == 1
+    assert values[key_of(STEPS, PREFILL)] == 3, "the chat's, the other half's and the one of what is left of LONG"
+
+
+def test_what_the_policy_counts_itself_is_in_the_metrics(lab):
+    with noted(lab, schedule(CHAT, settings=SLO)) as (run, notes):
+        notes.infeasible_decisions = 3
+        run.run()
+        assert run.scheduler._counters.values[INFEASIBLE_DECISIONS] == 3
+
+
+def test_a_step_that_does_nothing_but_drop_is_in_the_trace_and_one_that_does_nothing_is_not(lab):
+    with noted(lab, schedule(CHAT, LONG, settings={"trace_steps": 100}), layers=2) as (run, _):
+        to_step(run, 5)
+        run.core.abort_requests(["r0", "r1"])
+        run.aborted |= {("r0", False), ("r1", False)}
+        run.run()
+        steps = run.scheduler.pdmux_trace.steps
+    assert [step.drop for step in steps] == [None] * 5 + [0]
+    assert all(step.decode_batch or step.runs or step.drop is not None for step in steps)
