@@ -24,13 +24,15 @@ from process_helpers import HANG_LIMIT_S, environment
 class Server:
     """A server of `model` with these arguments; `log` is a file for what it prints, `environ` added to its own."""
 
+    script = Path(__file__).with_name("vllm_cli.py")
+
     def __init__(self, log: Path, model: str, arguments: Sequence[str], **environ: str):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.log, self.model = log, model
         command = [
-            *(sys.executable, str(Path(__file__).with_name("vllm_cli.py")), "serve", model),
+            *(sys.executable, str(self.script), "serve", model),
             *("--host", "127.0.0.1", "--port", str(self.port), *arguments),
         ]
         env = environment(**environ)

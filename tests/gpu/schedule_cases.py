@@ -12,10 +12,13 @@ from vllm_pdmux.policy import OffPolicy
 CHOICES = ("the first of the answers", "the second, a longer one of them", "none of the others")  # of `choice`
 
 
+likeliest = 20  # so many tokens' logprobs are kept at each place; set for models whose tokens are nearly equally likely
+
+
 def params(**changes):
     from vllm import SamplingParams
 
-    return SamplingParams(**{"temperature": 0, "max_tokens": 60, "ignore_eos": True, "logprobs": 3, **changes})
+    return SamplingParams(**{"temperature": 0, "max_tokens": 60, "ignore_eos": True, "logprobs": likeliest, **changes})
 
 
 def chats(tokens: int):

@@ -5,7 +5,7 @@ python schedule_process.py SPEC OUT.json, where SPEC is JSON: "model" (tiny, a s
 name with "path", the model's folder), "cases", "pdmux" (settings of the plugin, null for stock), and what is done to
 the engine: "later" (arrivals come later, so that batches differ), "switch" (another group at each step), "delay_cycles"
 (the prefill lane's stream sleeps before each sampling), "engine" (arguments of vllm.LLM), "layers" (of a shape, instead
-of its own number), "v1" (Model Runner V1).
+of its own number), "v1" (Model Runner V1), "likeliest" (of how many tokens logprobs are kept).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ CASES = schedule_cases.CASES | text_cases.CASES
 
 def main(spec: dict, out: str) -> None:
     count_preemptions()
+    schedule_cases.likeliest = spec.get("likeliest", schedule_cases.likeliest)
     driver = Driver(engine(spec))
     assert driver.core.batch_queue_size == 2, "scheduling is not asynchronous"
     switches = prepare(driver, spec) if spec["pdmux"] is not None else None
@@ -53,6 +54,8 @@ def engine(spec: dict):
     common = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 1024, "disable_log_stats": False}
     # The size of the KV cache is given, since several engines start beside each other.
     memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 * GIB}
+    if "likeliest" in spec:
+        common["max_logprobs"] = spec["likeliest"]
     return LLM(**{**common, **memory, **arguments(spec), **settings, **spec.get("engine", {})})
 
 

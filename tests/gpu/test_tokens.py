@@ -7,9 +7,11 @@ block or a wrong state shows as a difference many times larger.
 """
 
 import importlib.util
+import itertools
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,9 @@ from schedule_cases import CHOICES
 from text_cases import SCHEMA
 
 from vllm_pdmux.demo_model import ModelMissing, ensure_model
+from vllm_pdmux.verify import judge
+from vllm_pdmux.verify.answers import Answer
+from vllm_pdmux.verify.judge import Difference
 
 SLACK = 2.5  # of the largest difference that stock shows against itself
 AT_ONCE = 9  # engines beside each other
@@ -72,6 +77,7 @@ def specs(total_sms):
     for shape, layers in SHAPES.items():
         for arm, spec in three_arms(both).items():
             found[f"{shape} {arm}"] = {"model": shape, "layers": layers, "cases": ["greedy", "aborts"], **spec}
+            found[f"{shape} {arm}"]["likeliest"] = SHAPES_LIKELIEST
             found[f"{shape} {arm}"] |= {} if shape == "llama-8b" else {"engine": NOT_COMPILED}
     for arm, spec in three_arms(both).items():
         found[f"{SMOLLM2} {arm}"] = {"model": SMOLLM2, "cases": TEXTS, "engine": {**NOT_COMPILED, **JSON_ALONE}, **spec}
@@ -83,6 +89,9 @@ def three_arms(settings):
     return {"stock": {"pdmux": None}, "stock-later": {"pdmux": None, "later": True}, "switch": switch}
 
 
+# Made-up weights make the tokens of a large vocabulary nearly equally likely: what a wrong answer is off is to be more
+# than what other batches make it: test_answers_to_other_prompts_would_be_noticed.
+SHAPES_LIKELIEST = 100
 SHAPES = {"llama-8b": 32, "llama-8b-fp8": 16, "llama-8b-gptq": 16, "qwen3-30b-a3b": 12}
 # (arm, arm of stock, cases)
 COMPARED = [
@@ -156,27 +165,27 @@ def of(served, name):
 
 
 def widest(mine, theirs):
-    """The largest difference of a logprob before the first other token, that token included, and where it is."""
-    found = (0.0, "")
+    """The largest difference of a logprob before the first other token, that token included, and where it is.
+
+    A token that only one of the two has among its most likely ones counts as well, as in `vllm-pdmux verify`: what
+    stands in a wrong KV block makes other tokens likely.
+    """
+    found = Difference()
     for name, there in theirs.items():
         here = mine[name]
         if here["finish"] == there["finish"] == "length":  # else the other token may end an answer
             assert len(here["tokens"]) == len(there["tokens"]), name
-        same = next(
-            (i for i, pair in enumerate(zip(here["tokens"], there["tokens"], strict=False)) if pair[0] != pair[1]), None
-        )
-        until = None if same is None else same + 1
-        answers = zip(here["logprobs"][:until], there["logprobs"][:until], strict=False)
-        pairs = [(f"{name} token {i}", *pair) for i, pair in enumerate(answers)]
-        pairs += [
-            (f"{name} prompt {i}", *pair) for i, pair in enumerate(zip(here["prompt"], there["prompt"], strict=False))
-        ]
-        for where, a, b in pairs:
-            for token in a.keys() & b.keys():
-                if a[token] != b[token]:  # both may be infinite: tokens that a grammar forbids
-                    at = f"{where} id {token}: {a[token]:.2f}, {b[token]:.2f}"
-                    found = max(found, (abs(a[token] - b[token]), at))
-    return found
+        pairs = [(answer(here["tokens"], here["logprobs"]), answer(there["tokens"], there["logprobs"]), name)]
+        if here["prompt"] and there["prompt"]:
+            pairs.append((answer([], here["prompt"]), answer([], there["prompt"]), f"prompt of {name}"))
+        found = max([found, *(judge.widest(*pair) for pair in pairs)], key=lambda one: one.nats)
+    return found.nats, found.where
+
+
+def answer(tokens, logprobs):
+    """Without what a grammar forbids, whose logprobs are infinite."""
+    finite = [{token: nats for token, nats in place.items() if nats != -math.inf} for place in logprobs]
+    return Answer(tokens, finite)
 
 
 OTHER_BATCHES = ("-later", "-chunks")
@@ -199,6 +208,19 @@ def test_logprobs_are_as_near_to_stock_as_stock_is_to_itself(served, record_prop
     stocks = stock_to_itself(served, arm.split(" ")[0] + " ")
     record_property(f"largest difference of a logprob: {arm}", {"to stock": mine, "stock to itself": stocks})
     assert max(mine.values())[0] <= SLACK * stocks[0] < math.inf
+
+
+@pytest.mark.parametrize("model", ["tiny", *SHAPES, SMOLLM2])
+def test_answers_to_other_prompts_would_be_noticed(served, record_property, model):
+    """Most of them, were they given instead: that much does the comparison above tell apart."""
+    answers = of(served, f"{model} stock")["text" if model == SMOLLM2 else "greedy"].values()
+    strangers = sorted(
+        judge.widest(answer(one["tokens"], one["logprobs"]), answer(other["tokens"], other["logprobs"]), "").nats
+        for one, other in itertools.combinations(answers, 2)
+    )
+    found = {"least": strangers[0], "median": statistics.median(strangers)}
+    record_property(f"difference of a logprob of answers to other prompts: {model}", found)
+    assert found["median"] > SLACK * stock_to_itself(served, f"{model} ")[0]
 
 
 def test_sgl_kernel_serves_what_cuda_serves(served, record_property):
