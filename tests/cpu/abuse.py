@@ -21,8 +21,6 @@ from server import Server, still_alive
 
 STALL_S = 60.0  # without a token for anybody: a hang
 RSS_GROWTH_MIB = 150  # between the first half and the end
-KNOWN = 24  # prompts whose answers are known, and as many again that share most of one
-ROOM_TOKENS = 160  # of the limit, for answers
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,15 @@ class Abuse:
     token_ids: range  # that prompts are made of
     judge: Callable[[list[int], Any, Any], str]
     logprobs: int | None = None
+    answer_step: int = 4  # tokens: answers are so much longer than others, up to forty times
+    known_prompts: int = 24  # whose answers are known, and nearly as many again that begin like one of them
     clients: int = 64
 
     def prompts(self) -> list[list[int]]:
         """The same for every server."""
         generator = random.Random(0)
-        lengths = [generator.randint(1, self.limit_tokens - ROOM_TOKENS) for _ in range(KNOWN)]
+        longest = self.limit_tokens - 40 * self.answer_step
+        lengths = [generator.randint(1, longest) for _ in range(self.known_prompts)]
         prompts = [generator.choices(self.token_ids, k=tokens) for tokens in lengths]
         return prompts + [[*prompt[:200], 7] for prompt in prompts if len(prompt) > 200]  # prefixes are shared
 
@@ -54,11 +55,11 @@ class Abuse:
         ]
 
     def ask(self, server: Server, api: openai.OpenAI, tokens: list[int]) -> Any:
-        """For the whole answer to a prompt, of 1 to 157 tokens."""
+        """For the whole answer to a prompt, whose length depends on that of the prompt; of one token, too."""
         return api.completions.create(
             model=server.model,
             prompt=tokens,
-            max_tokens=1 + len(tokens) % 40 * 4,
+            max_tokens=1 + len(tokens) % 40 * self.answer_step,
             temperature=0,
             logprobs=self.logprobs,
             extra_body={"ignore_eos": True},
@@ -166,13 +167,13 @@ def abuse_until_sigterm(
     batches = page.of("prefill_batches_total", "ended")
     assert batches > 10 and page.of("prefill_batches_total", "failed") == 0
     preemptions = value_of(server, "num_preemptions_total")
-    assert preemptions > 0, "the KV cache was large enough"
+    counts = {"preemptions": preemptions, "batches_in_lane": batches, "middle": vars(middle), "end": vars(end)}
+    assert preemptions > 0, f"the KV cache was large enough: {dict(done)}, {counts}"
     assert end.rss_mib < middle.rss_mib + RSS_GROWTH_MIB, (middle, end)
     assert end.threads <= middle.threads + 4 and end.handles <= middle.handles + len(clients), (middle, end)
     server.process.send_signal(signal.SIGTERM)
     server.process.wait(HANG_LIMIT_S)
     assert still_alive(family[1:]) == []
-    counts = {"preemptions": preemptions, "batches_in_lane": batches, "middle": vars(middle), "end": vars(end)}
     return {"seconds": abuse.seconds, "clients": len(clients), "done": dict(done), **counts}
 
 

@@ -24,7 +24,8 @@ from vllm_pdmux.verify.answers import Answer
 
 SECONDS = float(os.environ.get("PDMUX_ABUSE_S", "60"))
 STOCK_SECONDS = 40.0
-SHAPE, LIMIT_TOKENS, BLOCKS = "llama-8b", 8192, 1600  # of 16 tokens: three of the longest requests
+SHAPE, LIMIT_TOKENS, BLOCKS = "llama-8b", 4096, 800  # of 16 tokens: three of the longest requests
+ANSWER_STEP, KNOWN = 12, 12  # answers grow enough for requests to be preempted
 LIKELIEST = 50  # so many logprobs at each place tell a wrong answer from one of another batch
 GPU_GROWTH_MIB = 64  # of all that is on the device, between the first half and the end
 PROFILE = Path(__file__).parents[2] / "benchmarks/results/profile-h200-llama-8b.json"
@@ -66,7 +67,7 @@ def answer(choice):
 
 
 def abuse_of(nearness, seconds):
-    return Abuse(seconds, LIMIT_TOKENS, range(3, 90), nearness, logprobs=LIKELIEST)
+    return Abuse(seconds, LIMIT_TOKENS, range(3, 90), nearness, LIKELIEST, ANSWER_STEP, KNOWN)
 
 
 def use_with_gpu(processes):
@@ -79,6 +80,8 @@ def use_with_gpu(processes):
 def settings_of(total_sms):
     """Two of the ways to be served: the default policy, and latency targets; with few layers at a time."""
     table = split(total_sms, BOTH_KINDS) | {"layers_per_group": 3}
+    rows = enumerate(table["manual_divisions"], 1)
+    table["manual_divisions"] = [[prefill, decode, batch] for batch, (prefill, decode, _) in rows]  # each is used
     slo = split(total_sms, BOTH_KINDS) | {"itl_slo_ms": 20, "ttft_slo_ms": 2000, "calibration": str(PROFILE)}
     return {"table": table, "slo": slo}
 
@@ -121,10 +124,13 @@ def test_whatever_clients_do(servers, record_property):
         def serve(name):
             return abuse_until_sigterm(servers[name], abuse_of(nearness[name], SECONDS), known, use_with_gpu)
 
-        counts = dict(zip(servers, pool.map(serve, servers), strict=True))
-    for name, seen in {"stock": stocks, **nearness}.items():
-        counts.setdefault(name, {})["answers"] = vars(seen) | {"found": vars(seen.found)}
-    record_property("abuse", {**counts, "nearest of other prompts": nearest_of_others(known)})
+        try:
+            counts = dict(zip(servers, pool.map(serve, servers), strict=True))
+            record_property("abuse", counts)
+        finally:
+            answers = {name: vars(seen) | {"found": vars(seen.found)} for name, seen in nearness.items()}
+            answers["stock"] = vars(stocks) | {"found": vars(stocks.found)}
+            record_property("answers", {**answers, "nearest of other prompts": nearest_of_others(known)})
     for name, seen in nearness.items():
         assert seen.found.nats <= limit < math.inf, name
         middle, end = (counts[name][when]["others"]["gpu_mib"] for when in ("middle", "end"))
