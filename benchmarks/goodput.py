@@ -56,16 +56,17 @@ def main() -> None:
                     print(row, file=sys.stderr, flush=True)
                     write(args, found)
     for arm in found["arms"]:
+        print(json.dumps(arm), file=sys.stderr, flush=True)
+
+
+def write(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """After each row, with the goodput of the rows so far: a run that is cut off has said what it knows."""
+    for arm in found["arms"]:
         rows = [row for row in found["rows"] if row["arm"] == arm["arm"]]
         traces = dict.fromkeys(row["trace"] for row in rows)
         arm["goodput"] = {
             trace: goodput([row for row in rows if row["trace"] == trace], args.targets) for trace in traces
         }
-        print(json.dumps(arm), file=sys.stderr, flush=True)
-    write(args, found)
-
-
-def write(args: argparse.Namespace, found: dict[str, Any]) -> None:
     if args.out:
         args.out.write_text(json.dumps(found) + "\n")
 
