@@ -105,17 +105,15 @@ class Leaving(SchedulerBeneath):
     def _taken_back(self, batch: PrefillBatch) -> list[Request]:
         """Its requests, as if the batch had never been scheduled; the blocks that it holds stay."""
         alive = batch.alive(self.requests)
-        block_ids = {block.block_id for blocks in batch.held_blocks for block in blocks}
         for request in alive:
             # No output will come for these tokens.
             request.num_in_flight_tokens -= batch.output.num_scheduled_tokens[request.request_id]
             # Stock resumes a preempted request when its stale output has come.
             request.num_stale_output_tokens = min(request.num_stale_output_tokens, request.num_in_flight_tokens)
-            block_ids.update(i for group in self.kv_cache_manager.get_block_ids(request.request_id) for i in group)
-        # vLLM has committed the hashes of blocks that were never computed.
+        # vLLM has committed the hashes of blocks that were never computed. Those before them, of a prefix that others
+        # share or of earlier chunks, stay in the prefix cache.
         with not_announced(self.kv_cache_manager.block_pool):
             self.kv_cache_manager.evict_blocks(batch.new_blocks)
-        self.kv_cache_manager.evict_blocks(block_ids)
         return alive
 
     def _free_held(self, batch: PrefillBatch) -> None:

@@ -93,12 +93,9 @@ class Loads(SchedulerBeneath):
 
         Those that wait count whole: what the prefix cache has of them is not known before they are scheduled."""
         now_s, before = time.time(), self._lane_work()
-        ends_in_lane = [
-            request
-            for batch in self._batches
-            for request in batch.alive(self.requests)
-            if not (request.is_prefill_chunk or request.num_output_tokens)
-        ]
+        # Two chunks of one request may be in the lane.
+        in_lane = {one.request_id: one for batch in self._batches for one in batch.alive(self.requests)}
+        ends_in_lane = [one for one in in_lane.values() if not (one.is_prefill_chunk or one.num_output_tokens)]
         first_tokens = [(before, max(0.0, (now_s - request.arrival_time) * 1e3)) for request in ends_in_lane]
         work = 0.0
         for one in (*begun, *islice(self.waiting, MOST_WAITING)):

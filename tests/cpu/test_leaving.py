@@ -9,14 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 from async_engine import Engine
-from model_check import ROWS, Lab, Plan
+from model_check import BLOCK, ROWS, Lab, Plan
 from test_given_up import STUCK, give_up, stuck
 from test_loads import CHAT, LATE, LONG, noted, schedule
 from test_scheduler import outputs_of
 from virtual_gpu import TimedExecutor
+from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request
 
 from vllm_pdmux import leaving, losing
 from vllm_pdmux.entering import Entering
@@ -69,6 +71,68 @@ def ends(lab, what, layers=2):
         run.check_answers()
         run.check_nothing_left()
         return run
+
+
+# --- the prefix cache ------------------------------------------------------------------------------------------------
+
+SHARED_BLOCKS = 4
+HITS = schedule(
+    replace(CHAT, shared_blocks=SHARED_BLOCKS), replace(LONG, shared_blocks=SHARED_BLOCKS, content=5), chunk=64
+)
+
+
+def aborted(run):
+    run.core.abort_requests(["r1"])
+    run.aborted.add(("r1", False))
+
+
+def paused(run):
+    run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    run.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def raised(run):
+    while run.scheduler._batches:
+        run.one_step()
+    assert counted(run) == {FAILED: 1}
+
+
+def hit_tokens(run, plan):
+    """How many of its prompt's tokens a request would find in the prefix cache."""
+    hasher = run.core.request_block_hasher
+    request = Request("asks", plan.tokens(False), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    return run.scheduler.kv_cache_manager.get_computed_blocks(request)[1]
+
+
+@pytest.mark.parametrize("leaves", [aborted, paused, raised])
+def test_what_a_batch_has_hit_stays_in_the_prefix_cache_and_what_it_was_to_compute_goes(lab, leaves):
+    with noted(lab, replace(HITS, faults={0: 5} if leaves is raised else {}), layers=2) as (run, _):
+        while not run.scheduler._batches:
+            run.one_step()
+        assert hit_tokens(run, HITS.plans[1]) > SHARED_BLOCKS * BLOCK, "vLLM commits hashes when it allocates"
+        leaves(run)
+        assert hit_tokens(run, HITS.plans[1]) == SHARED_BLOCKS * BLOCK
+        run.run()
+        run.check_answers()
+        run.check_nothing_left()
+
+
+def test_so_it_does_when_the_lane_is_given_up(lab):
+    with stuck(lab, replace(STUCK, plans=HITS.plans)) as (run, _):
+        give_up(run)
+        assert hit_tokens(run, HITS.plans[1]) == SHARED_BLOCKS * BLOCK
+
+
+def test_chunks_that_have_been_through_the_lane_stay_in_the_prefix_cache(lab):
+    with noted(lab, schedule(CHAT, LONG), layers=2) as (run, _):
+        while not run.scheduler._batches or run.scheduler._batches[0].id == 0:
+            run.one_step()
+        chunk = run.scheduler._batches[0].output.num_scheduled_tokens["r1"]
+        through = run.scheduler.requests["r1"].num_computed_tokens - chunk
+        aborted(run)
+        assert hit_tokens(run, LONG) == through // BLOCK * BLOCK > BLOCK
+        run.run()
+        run.check_nothing_left()
 
 
 # --- counted and said ------------------------------------------------------------------------------------------------

@@ -181,6 +181,16 @@ def test_what_is_told_of_steps_beside_prefill(lab):
     assert notes.seen[0] == replace(notes.seen[0], kind=Kind.PREFILL, step_ms=4.0, decode_batch=0, prefill_work=10.5)
 
 
+def test_a_prompt_with_two_chunks_in_the_lane_has_one_first_token(lab):
+    with noted(lab, schedule(CHAT, LONG, has_gpu=True), layers=2) as (run, notes):
+        while [list(batch.requests) for batch in run.scheduler._batches] != [["r1"], ["r1"]]:
+            run.one_step()
+        assert not run.scheduler.requests["r1"].is_prefill_chunk
+        run.one_step()
+        assert len(notes.decided[-1].first_tokens) == 1
+        run.run()
+
+
 def test_with_nothing_decoding_those_count_that_will(lab):
     """The chat is gone when half of LONG's first chunk has run."""
     notes = notes_of(lab, schedule(replace(CHAT, abort=4), LONG), layers=4)
