@@ -79,7 +79,6 @@ INTERNALS: tuple[Internal, ...] = (
     *_all("vllm.v1.kv_cache_interface", "KVCacheConfig", "kv_cache_groups", "kv_events"),
     *_all("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", "kv_cache_spec", "kv_events"),
     *_all("vllm.v1.kv_cache_interface", "KVCacheSpec", "block_size", "kv_events"),
-    *_all("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_id", "leaving"),
     *_all("vllm.v1.request", "Request", "request_id is_prefill_chunk", "scheduler"),
     *_all("vllm.v1.request", "Request", "client_index get_finished_reason take_events trace_headers", "outputs"),
     *_all("vllm.v1.request", "Request", "num_in_flight_tokens num_stale_output_tokens", "leaving"),

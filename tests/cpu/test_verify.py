@@ -412,6 +412,12 @@ def test_answers_come_back_as_they_were_given(stand_in):
     assert served.answers == {PLAIN: {"a": given}} and served.rounds == (1,) and served.error is None
 
 
+def test_it_says_how_far_it_is_whatever_else_is_printed(stand_in, capfd):
+    stand_in("print('of vLLM'); os.write(int(sys.argv[3]), b'half way\\n'); write({'started': True})")
+    serve({}, with_pdmux=False)
+    assert capfd.readouterr().err == "half way\n"
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine, stock or with the plugin, in a process of its own: `python -m vllm_pdmux.verify.engine_process SPEC OUT`.
+"""One engine, stock or with the plugin, in a process of its own:
+`python -m vllm_pdmux.verify.engine_process SPEC OUT PROGRESS`.
 
 SPEC is a JSON file that `processes` has written, and OUT gets another one. It is written when the engine has started
-and again at the end, so that a process which died tells its parent how far it came.
+and again at the end, so that a process which died tells its parent how far it came. PROGRESS is the number of an open
+file, which gets a line for people at each stage.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +32,13 @@ _TRACE_STEPS = 100_000  # more than a schedule has steps
 _AT_MOST_OF_CONTEXT = 0.8  # of the model's context that the long prompt takes
 
 
-def main(spec_path: str, out_path: str) -> int:
+def main(spec_path: str, out_path: str, progress: str) -> int:
     """0, or 1 with an error in OUT."""
+    start_s = time.monotonic()
+
+    def say(text: str) -> None:
+        os.write(int(progress), f"vllm-pdmux verify:   {time.monotonic() - start_s:4.0f} s  {text}\n".encode())
+
     spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
     out = Path(out_path)
     prepare_environment()
@@ -37,7 +47,7 @@ def main(spec_path: str, out_path: str) -> int:
         with running(_arguments(spec), spec["with_pdmux"]) as llm:
             found["started"] = True
             _write(out, found)
-            found |= _asked(llm, spec)
+            found |= _asked(llm, spec, say)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent says it
         traceback.print_exc()  # the parent shows it with --debug
         found["error"] = str(error) if isinstance(error, DemoError) else f"{type(error).__name__}: {error}"
@@ -63,7 +73,7 @@ def _arguments(spec: dict[str, Any]) -> dict[str, Any]:
     return arguments | ({"distributed_executor_backend": "uni"} if on_cpu else {})
 
 
-def _asked(llm: Any, spec: dict[str, Any]) -> dict[str, Any]:
+def _asked(llm: Any, spec: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
     """The answers in both schedules, then the latencies of each round."""
     encode = encoder(llm.get_tokenizer())
     context = llm.llm_engine.model_config.max_model_len
@@ -77,6 +87,7 @@ def _asked(llm: Any, spec: dict[str, Any]) -> dict[str, Any]:
         )
     found: dict[str, Any] = {"facts": _facts(llm), "answers": {}, "beside_steps": {}, "rounds": []}
     for schedule in SCHEDULES:
+        say(f"tokens: {schedule}")
         if (trace := trace_of(llm)) is not None:
             trace.clear()
         asked = requests(encode, *sizes, schedule)
@@ -87,8 +98,10 @@ def _asked(llm: Any, spec: dict[str, Any]) -> dict[str, Any]:
         if trace is not None:
             found["beside_steps"][schedule] = sum(step.kind == "beside" for step in trace.steps)
     workload = replace(build(encode, *sizes), ignore_eos=True)
+    say("latencies: warm-up")
     drive(llm, replace(workload, cache_salt="warm-up"))
     for number in range(spec["rounds"]):
+        say(f"latencies: round {number + 1} of {spec['rounds']}")
         run = asdict(drive(llm, replace(workload, cache_salt=f"round {number}")))
         found["rounds"].append({name: run[name] for name in ("ttft_ms", "itl_ms", "itl_during_prefill_ms")})
     return found

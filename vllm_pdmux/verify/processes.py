@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from vllm_pdmux.verify import VerifyError
 from vllm_pdmux.verify.answers import Answer
 
 _MODULE = "vllm_pdmux.verify.engine_process"
+_STDERR = 2
 _STALLED = 70  # EXIT_STALLED of worker.watchdog, which only a process that serves imports
 
 
@@ -33,7 +35,8 @@ class Served:
 
 
 def serve(spec: Mapping[str, Any], with_pdmux: bool, show_output: bool = False) -> Served:
-    """Start the engine in a process and wait for its end. `show_output`: what it prints goes to standard error.
+    """Start the engine in a process and wait for its end; it says on standard error how far it is. `show_output`: all
+    that it prints goes there too.
 
     Raises VerifyError when the engine does not start. One that ends with an error later has it in `error`.
     """
@@ -41,10 +44,16 @@ def serve(spec: Mapping[str, Any], with_pdmux: bool, show_output: bool = False) 
     with tempfile.TemporaryDirectory(prefix="vllm-pdmux-verify-") as folder:
         spec_path, out_path, log_path = (Path(folder, name) for name in ("spec.json", "out.json", "log"))
         spec_path.write_text(json.dumps({**spec, "with_pdmux": with_pdmux}), encoding="utf-8")
-        command = [sys.executable, "-m", _MODULE, str(spec_path), str(out_path)]
-        with log_path.open("w", encoding="utf-8") as log:
-            output = sys.stderr if show_output else log
-            run = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        progress = os.dup(_STDERR)  # what vLLM and its libraries print goes elsewhere
+        try:
+            command = [sys.executable, "-m", _MODULE, str(spec_path), str(out_path), str(progress)]
+            with log_path.open("w", encoding="utf-8") as log:
+                output = sys.stderr if show_output else log
+                run = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(progress,)
+                )
+        finally:
+            os.close(progress)
         found: dict[str, Any] = {"started": False}
         if out_path.exists():
             found = json.loads(out_path.read_text(encoding="utf-8"))
