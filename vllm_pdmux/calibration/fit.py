@@ -107,7 +107,7 @@ def too_large(found: Mapping[str, Errors]) -> list[str]:
             if value > limit:
                 problems.append(
                     f"the {what} error of {kind} is {value:.1%} but must be at most {limit:.0%}: "
-                    "calibrate again when nothing else uses the device"
+                    "calibrate again when nothing else uses the device, with --max-model-len 4096 or more"
                 )
     return problems
 

@@ -198,6 +198,9 @@ def gpu(resolved: Resolved, asked: int | None) -> Iterator[Finding]:
         yield Finding("GPU", missing, "torch sees no CUDA device: prefill and decode share the CPU")
         unchecked = "driver, SMs and their granularity, green contexts, the census, what else uses the GPU, MPS"
         yield Finding("on a GPU only", NOT_CHECKED, unchecked)
+        if resolved.config.manual_divisions:
+            given = resolved.origins["manual_divisions"]
+            yield Finding("divisions", NOT_CHECKED, f"manual_divisions and sharing ({given}) mean nothing on a CPU")
         return
     if not 0 <= device < torch.cuda.device_count():
         raise CommandError(f"--device is {device} but there are {torch.cuda.device_count()} CUDA devices, from 0 on")

@@ -143,7 +143,8 @@ def _check_load(policy: Policy, args: argparse.Namespace) -> None:
         del given["--decode-batch"]
     names = ", ".join(name for name, value in given.items() if value is not None)
     if names and isinstance(policy, SloPolicy):
-        raise CommandError(f"{names}: policy slo decides by measured steps, of which there are none here: leave it out")
+        instead = "leave it out" if args.profile is not None else "leave it out, or give --profile"
+        raise CommandError(f"{names}: policy slo decides by measured steps, of which there are none here: {instead}")
     if names and args.decode_batch is None:
         raise CommandError("--prefill-tokens and --layers describe a load: add --decode-batch, or leave them out")
     if args.model is not None and args.layers is not None:
