@@ -68,7 +68,7 @@ class Abuse:
 
     def known(self, server: Server) -> list[tuple[list[int], Any]]:
         """Prompts and their answers, one after the other: each is stock vLLM's prefill, then stock vLLM's decode."""
-        api = client_of(server)
+        api = server.api()
         return [(tokens, self.ask(server, api, tokens)) for tokens in self.prompts()]
 
 
@@ -88,7 +88,7 @@ class Client(threading.Thread):
     def __init__(self, server: Server, number: int, abuse: Abuse, known: Sequence[tuple[list[int], Any]], until: float):
         super().__init__(daemon=True)
         self.random = random.Random(number)
-        self.api = client_of(server)
+        self.api = server.api()
         self.server, self.abuse, self.known, self.until = server, abuse, known, until
         self.done, self.problems = Counter(), []
         self.last_s = time.monotonic()
@@ -131,12 +131,6 @@ class Client(threading.Thread):
             raise AssertionError("nonsense was answered")
 
 
-def client_of(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=HANG_LIMIT_S
-    )
-
-
 def use_of(processes: Sequence[psutil.Process]) -> Use:
     alive = [process for process in processes if process.is_running()]
     return Use(
@@ -157,8 +151,8 @@ def abuse_until_sigterm(
     It fails when nobody is served for long, an answer is wrong, prompts were not prefilled in the lane, the server
     grows, requests or KV blocks are left, or SIGTERM leaves a process.
     """
-    family = [psutil.Process(server.process.pid), *server.descendants()]
-    clients, middle = abused(server, abuse, known, lambda: use_of(family))
+    family = server.family()
+    clients, middle = abused(server, abuse, known, use_of)
     end = use_of(family)
     done = sum((client.done for client in clients), Counter())
     assert min(done[kind] for kind in ("asks", "leaves", "talks_nonsense")) > 0 and done["asks"] > len(clients) / 2
@@ -166,7 +160,7 @@ def abuse_until_sigterm(
     page = Page(server.get("metrics"))
     batches = page.of("prefill_batches_total", "ended")
     assert batches > 10 and page.of("prefill_batches_total", "failed") == 0
-    preemptions = value_of(server, "num_preemptions_total")
+    preemptions = server.value("num_preemptions_total")
     counts = {"preemptions": preemptions, "batches_in_lane": batches, "middle": vars(middle), "end": vars(end)}
     assert preemptions > 0, f"the KV cache was large enough: {dict(done)}, {counts}"
     assert end.rss_mib < middle.rss_mib + RSS_GROWTH_MIB, (middle, end)
@@ -178,9 +172,13 @@ def abuse_until_sigterm(
 
 
 def abused(
-    server: Server, abuse: Abuse, known: Sequence[tuple[list[int], Any]], use: Callable[[], Use]
+    server: Server,
+    abuse: Abuse,
+    known: Sequence[tuple[list[int], Any]],
+    use_of: Callable[[Sequence[psutil.Process]], Use] = use_of,
 ) -> tuple[list[Client], Use]:
     """The clients when they are done, and what was in use when half of the time was over."""
+    family = server.family()
     start = time.monotonic()
     clients = [Client(server, number, abuse, known, start + abuse.seconds) for number in range(abuse.clients)]
     middle = None
@@ -189,7 +187,7 @@ def abused(
         now = time.monotonic()
         assert now - max(client.last_s for client in clients) < STALL_S, "nobody has had anything for long"
         if middle is None and now > start + abuse.seconds / 2:
-            middle = use()
+            middle = use_of(family)
     problems = [problem for client in clients for problem in client.problems]
     assert not problems, problems[:5]
     return clients, middle
@@ -198,13 +196,7 @@ def abused(
 def wait_until_idle(server: Server) -> None:
     """Neither requests nor KV blocks in use. The gauge of the blocks is what the last step left."""
     deadline = time.monotonic() + HANG_LIMIT_S
-    while left := [name for name in ("num_requests_running", "num_requests_waiting") if value_of(server, name)]:
+    while left := [name for name in ("num_requests_running", "num_requests_waiting") if server.value(name)]:
         assert time.monotonic() < deadline, f"{left} are left"
         time.sleep(0.2)
-    assert value_of(server, "kv_cache_usage_perc") == 0, "KV blocks are left"
-
-
-def value_of(server: Server, name: str) -> float:
-    """Of a metric of vLLM's."""
-    lines = server.get("metrics").splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
+    assert server.value("kv_cache_usage_perc") == 0, "KV blocks are left"

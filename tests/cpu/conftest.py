@@ -51,6 +51,16 @@ def pdmux_engine(start_engine, tiny_model_path):
     return start_engine(tiny_model_path, pdmux={})
 
 
+@pytest.fixture(scope="module")
+def lab(tiny_model_path):
+    """Schedules of the real scheduler, worker and lane on a virtual GPU (model_check.py)."""
+    from async_engine import Engine
+    from model_check import Lab
+    from virtual_gpu import TimedExecutor
+
+    return Lab(Engine(tiny_model_path, {}, executor=TimedExecutor))
+
+
 @pytest.fixture(scope="session")
 def server_pair(tmp_path_factory):
     """Two servers of a real model, with the plugin and without."""

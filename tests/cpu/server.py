@@ -52,12 +52,24 @@ class Server:
             time.sleep(0.5)
         pytest.fail(f"the server is not ready, exit status {self.process.poll()}:\n{self.log.read_text()}")
 
-    def num_running(self) -> float:
-        samples = [line for line in self.get("metrics").splitlines() if line.startswith("vllm:num_requests_running{")]
+    def api(self, timeout_s: float = HANG_LIMIT_S) -> openai.OpenAI:
+        """A client, which tries nothing again."""
+        address = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=timeout_s)
+
+    def value(self, name: str) -> float:
+        """Of a metric of vLLM's, of all engines together."""
+        samples = [line for line in self.get("metrics").splitlines() if line.startswith(f"vllm:{name}{{")]
         return sum(float(line.rpartition(" ")[2]) for line in samples)
+
+    def num_running(self) -> float:
+        return self.value("num_requests_running")
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def family(self) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid), *self.descendants()]
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -95,9 +107,7 @@ class Chat(threading.Thread):
         **extra: Any,
     ):
         super().__init__(daemon=True)
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=timeout_s
-        )
+        self.client = server.api(timeout_s)
         self.request = {
             "model": server.model,
             "messages": [{"role": "user", "content": prompt}],

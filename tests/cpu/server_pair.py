@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import openai
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from process_helpers import HANG_LIMIT_S, model
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,17 +34,12 @@ PDMUX = (
 _salts = map("busy {}".format, itertools.count())
 
 
-def client(server: Server) -> openai.OpenAI:
-    base_url = f"http://127.0.0.1:{server.port}/v1"
-    return openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=HANG_LIMIT_S)
-
-
 @contextlib.contextmanager
 def decoding(server: Server) -> Iterator[None]:
     """Meanwhile one request decodes, so that a prompt which comes is prefilled in the lane where there is one."""
     wait_until(lambda: server.num_running() == 0)
     body = {"ignore_eos": True, "cache_salt": next(_salts)}
-    stream = client(server).completions.create(
+    stream = server.api().completions.create(
         model=server.model, prompt="Once upon a time", max_tokens=1900, stream=True, extra_body=body
     )
     with stream:

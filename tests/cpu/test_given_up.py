@@ -6,9 +6,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-from async_engine import Engine
-from model_check import STUCK_S, Checked, Lab, Plan, Schedule, check
-from virtual_gpu import TimedExecutor
+from model_check import STUCK_S, Checked, Plan, Schedule, check
 
 from vllm_pdmux import losing
 from vllm_pdmux.metrics.definitions import BATCHES, DROPPED, FAILED, key_of
@@ -21,11 +19,6 @@ STUCK = Schedule(
     settings={"layers_per_group": 1},
     kv_blocks=64,
 )
-
-
-@pytest.fixture(scope="module")
-def lab(tiny_model_path):
-    return Lab(Engine(tiny_model_path, {}, executor=TimedExecutor))
 
 
 @pytest.mark.parametrize("use_v2, look_ahead", [(False, 0), (True, 0), (True, 1), (True, 2)])

@@ -8,12 +8,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from async_engine import Engine
-from model_check import BLOCK, ROWS, Lab, Plan
+from model_check import BLOCK, ROWS, Plan
 from test_given_up import STUCK, give_up, stuck
 from test_loads import CHAT, LATE, LONG, noted, schedule
 from test_scheduler import outputs_of
-from virtual_gpu import TimedExecutor
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
@@ -38,11 +36,6 @@ from vllm_pdmux.metrics.definitions import (
 from vllm_pdmux.outputs import merge_outputs, outputs_of_ended
 
 BEHIND = schedule(CHAT, LONG, replace(LATE, step=4), has_gpu=True, chunk=64)  # LATE is in the lane behind LONG
-
-
-@pytest.fixture(scope="module")
-def lab(tiny_model_path):
-    return Lab(Engine(tiny_model_path, {}, executor=TimedExecutor))
 
 
 @pytest.fixture

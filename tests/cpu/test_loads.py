@@ -13,9 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from async_engine import Engine
-from model_check import Checked, Lab, Plan, Schedule
-from virtual_gpu import TimedExecutor
+from model_check import Checked, Plan, Schedule
 
 from vllm_pdmux.loads import Loads
 from vllm_pdmux.messages import LaneReport, Run
@@ -27,11 +25,6 @@ LAYERS = 8
 CHAT = Plan(own_tokens=10, max_tokens=30)
 LONG = Plan(own_tokens=40, max_tokens=5, step=3)  # its first block, 8 tokens, is the chat's
 LATE = Plan(own_tokens=16, max_tokens=5, step=5, content=1)
-
-
-@pytest.fixture(scope="module")
-def lab(tiny_model_path):
-    return Lab(Engine(tiny_model_path, {}, executor=TimedExecutor))
 
 
 class Notes(Unlearning):

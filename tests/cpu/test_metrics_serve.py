@@ -4,7 +4,6 @@
 import json
 import time
 
-import openai
 import pytest
 import tiny_model
 from metrics_page import PREFIX, Page
@@ -41,11 +40,8 @@ def start(tmp_path, tiny_model_path):
 
 def complete(server, prompt, max_tokens, **extra):
     """By a connection of its own, which any of several API servers may accept."""
-    client = openai.OpenAI(
-        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=HANG_LIMIT_S
-    )
     body = {"ignore_eos": True}
-    return client.completions.create(
+    return server.api().completions.create(
         model=server.model, prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body=body, **extra
     )
 

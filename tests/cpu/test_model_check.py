@@ -13,11 +13,9 @@ from collections import Counter
 
 import model_check
 import pytest
-from async_engine import Engine
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from model_check import BLOCK, EVENTS, LAYERS, Lab, Plan, Schedule, check
-from virtual_gpu import TimedExecutor
+from model_check import BLOCK, EVENTS, LAYERS, Plan, Schedule, check
 from watch import FUSED
 
 EXAMPLES = int(os.environ.get("PDMUX_EXAMPLES", "400"))
@@ -90,11 +88,6 @@ def some_schedule(draw, use_v2, look_ahead):
         faults=draw(st.dictionaries(st.integers(0, 6), some_fault, max_size=2)),
         events=draw(st.dictionaries(some_step, st.sampled_from(EVENTS), max_size=4)),
     )
-
-
-@pytest.fixture(scope="module")
-def lab(tiny_model_path):
-    return Lab(Engine(tiny_model_path, {}, executor=TimedExecutor))
 
 
 def schedules(use_v2, look_ahead):

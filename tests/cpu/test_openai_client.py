@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from server_pair import CHUNK, client
+from server_pair import CHUNK
 from tokens import LOGPROB_TOLERANCE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("logs_of_a_failure")]
@@ -105,7 +105,7 @@ class Answer:
 
 def answer(server, request):
     """What the client has got when a request has ended, whole or from the pieces of a stream."""
-    openai_client, is_chat, streams = client(server), "messages" in request, request.get("stream", False)
+    openai_client, is_chat, streams = server.api(), "messages" in request, request.get("stream", False)
     create = openai_client.chat.completions.create if is_chat else openai_client.completions.create
     options = {"stream_options": {"include_usage": True}} if streams else {}
     reply = create(model=server.model, **{"temperature": 0} | options | request)

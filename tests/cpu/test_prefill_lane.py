@@ -9,13 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from async_engine import Engine
 from driver import LANE_THREAD
-from model_check import Lab
 from test_given_up import STUCK, give_up, stuck
 from test_loads import CHAT, LATE, LONG, noted, schedule
 from test_scheduler import changed, outputs_of
-from virtual_gpu import Timed, TimedExecutor
+from virtual_gpu import Timed
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.worker.gpu import model_runner
 
@@ -30,11 +28,6 @@ from vllm_pdmux.worker.prefill_lane import RankFailed
 
 FAST = {"has_gpu": True, "chunk": 64, "layer_ms": (0.0,)}  # whatever is launched has run
 SLOW = {"has_gpu": True, "chunk": 64, "layer_ms": (10.0,)}  # a layer takes more than two decode steps
-
-
-@pytest.fixture(scope="module")
-def lab(tiny_model_path):
-    return Lab(Engine(tiny_model_path, {}, executor=TimedExecutor))
 
 
 def reports_of(run):

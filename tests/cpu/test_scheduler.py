@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from async_engine import Engine
-from model_check import Checked, Lab
+from model_check import Checked
 from test_loads import CHAT, LATE, LONG, noted, schedule
 from test_simulator import PLAIN
-from virtual_gpu import TimedExecutor
 from vllm.v1.core.sched.interface import PauseState
 
 from vllm_pdmux import scheduler as under_test
@@ -37,11 +35,6 @@ from vllm_pdmux.policy import SOONER, PromptWork
 from vllm_pdmux.policy_from_config import max_prefill_tokens
 
 SLO = {"policy": "slo", "itl_slo_ms": 20.0}
-
-
-@pytest.fixture(scope="module")
-def lab(tiny_model_path):
-    return Lab(Engine(tiny_model_path, {}, executor=TimedExecutor))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 from driver import Arrival, prompt
-from server_pair import client, wait_until
+from server_pair import wait_until
 from vllm import SamplingParams
 from vllm.tracing import SpanAttributes
 from vllm.v1.engine import EngineCoreEventType
@@ -112,7 +112,7 @@ TIMES = {
 
 def traced(server, trace_id):
     """Usage of a request that is a part of this trace."""
-    reply = client(server).completions.create(
+    reply = server.api().completions.create(
         model=server.model,
         prompt=PROMPT,
         max_tokens=6,

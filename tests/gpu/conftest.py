@@ -27,6 +27,12 @@ def gpu():
     return torch.cuda.get_device_properties(0)
 
 
+@pytest.fixture(scope="session")
+def server_environ():
+    """For a server, which does not inherit this process's environment as far as vLLM's goes."""
+    return {name: os.environ[name] for name in ("VLLM_USE_FLASHINFER_SAMPLER",) if name in os.environ}
+
+
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
         _outcomes[report.nodeid] = report.outcome

@@ -10,6 +10,8 @@ from typing import Any
 
 import tiny_model
 
+NOT_COMPILED = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}  # starts in half of the time
+
 
 def arguments(spec: dict[str, Any]) -> dict[str, Any]:
     """What `vllm.LLM` needs for the model of a spec (schedule_process.py)."""

@@ -5,18 +5,20 @@ PDMUX_ABUSE_S: for how many seconds (default: 60). Two servers with the plugin a
 near to those that stock vLLM gives to one request at a time as stock vLLM's own are under the same abuse.
 """
 
+import itertools
 import json
 import math
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from abuse import Abuse, abuse_until_sigterm, abused, use_of
 from divisions import BOTH_KINDS, split
+from engine_models import NOT_COMPILED
 from server import Server
 
 from vllm_pdmux.verify import judge
@@ -34,9 +36,8 @@ ARGUMENTS = (
     *("--max-num-batched-tokens", "2048", "--num-gpu-blocks-override", str(BLOCKS)),
     *("--max-logprobs", str(LIKELIEST)),
     *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(8 << 30)),
-    *("--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})),
+    *("--compilation-config", json.dumps(NOT_COMPILED["compilation_config"])),
 )
-KEPT = ("VLLM_USE_FLASHINFER_SAMPLER",)  # of the environment, which the server does not inherit as far as vLLM's go
 
 
 class WideServer(Server):
@@ -46,20 +47,27 @@ class WideServer(Server):
 
 
 class Nearness:
-    """The largest difference of a logprob between an answer and the one that is known, of one server."""
+    """The largest difference of a logprob between an answer and the one that is known, of one server's clients."""
 
     def __init__(self):
+        self._lock = threading.Lock()  # each client is a thread
         self.found = judge.Difference()
         self.answers = self.tokens = self.compared = 0
 
     def __call__(self, tokens, expected, got):
         mine, theirs = answer(got), answer(expected)
         other = judge.first_other(mine, theirs)
-        self.found = max(self.found, judge.widest(mine, theirs, f"{len(tokens)} tokens"), key=lambda one: one.nats)
-        self.answers += 1
-        self.tokens += len(mine.tokens)
-        self.compared += len(mine.tokens) if other is None else other
+        widest = judge.widest(mine, theirs, f"{len(tokens)} tokens")
+        with self._lock:
+            self.found = max(self.found, widest, key=lambda one: one.nats)
+            self.answers += 1
+            self.tokens += len(mine.tokens)
+            self.compared += len(mine.tokens) if other is None else other
         return "" if len(mine.tokens) == len(theirs.tokens) else "an answer of another length"
+
+    def plain(self):
+        counts = {"answers": self.answers, "tokens": self.tokens, "compared": self.compared}
+        return {"found": vars(self.found), **counts}
 
 
 def answer(choice):
@@ -87,20 +95,19 @@ def settings_of(total_sms):
 
 
 @pytest.fixture
-def servers(gpu, tmp_path):
+def servers(gpu, server_environ, tmp_path):
     """By name, all ready."""
     import serving
 
     folder = serving.model(SHAPE)
     plugin = ("--scheduler-cls", "vllm_pdmux.Scheduler", "--additional-config")
-    environ = {name: os.environ[name] for name in KEPT if name in os.environ}
     arguments = {"stock": ()}
     for name, settings in settings_of(gpu.multi_processor_count).items():
         arguments[name] = (*plugin, json.dumps({"pdmux": settings}))
     with ExitStack() as stack:
         started = {}
         for name, own in arguments.items():
-            started[name] = WideServer(tmp_path / name, folder, (*ARGUMENTS, *own), **environ)
+            started[name] = WideServer(tmp_path / name, folder, (*ARGUMENTS, *own), **server_environ)
             stack.callback(started[name].kill)
         for server in started.values():
             server.wait_until_ready()
@@ -113,11 +120,10 @@ def test_whatever_clients_do(servers, record_property):
     stocks, nearness = Nearness(), {name: Nearness() for name in servers if name != "stock"}
     stock = servers.pop("stock")
     known = abuse_of(stocks, STOCK_SECONDS).known(stock)
-    family = [psutil.Process(stock.process.pid), *stock.descendants()]
-    abused(stock, abuse_of(stocks, STOCK_SECONDS), known, lambda: use_of(family))
+    abused(stock, abuse_of(stocks, STOCK_SECONDS), known)
     stock.kill()
-    limit = judge.SLACK * stocks.found.nats
-    assert 0 < limit < nearest_of_others(known), "the answers to other prompts are as near"
+    limit, strangers = judge.SLACK * stocks.found.nats, nearest_of_others(known)
+    assert 0 < limit < strangers, "the answers to other prompts are as near"
 
     with ThreadPoolExecutor(len(servers)) as pool:
 
@@ -128,9 +134,8 @@ def test_whatever_clients_do(servers, record_property):
             counts = dict(zip(servers, pool.map(serve, servers), strict=True))
             record_property("abuse", counts)
         finally:
-            answers = {name: vars(seen) | {"found": vars(seen.found)} for name, seen in nearness.items()}
-            answers["stock"] = vars(stocks) | {"found": vars(stocks.found)}
-            record_property("answers", {**answers, "nearest of other prompts": nearest_of_others(known)})
+            answers = {name: seen.plain() for name, seen in {**nearness, "stock": stocks}.items()}
+            record_property("answers", {**answers, "nearest of other prompts": strangers})
     for name, seen in nearness.items():
         assert seen.found.nats <= limit < math.inf, name
         middle, end = (counts[name][when]["others"]["gpu_mib"] for when in ("middle", "end"))
@@ -139,5 +144,5 @@ def test_whatever_clients_do(servers, record_property):
 
 def nearest_of_others(known):
     """Of the known answers to two prompts that share no prefix: what a wrong answer would be off at least."""
-    apart = [(len(tokens), answer(choice)) for tokens, choice in known if tokens[-1] != 7]
-    return min(judge.widest(one, other, "").nats for i, (_, one) in enumerate(apart) for _, other in apart[:i])
+    apart = [answer(choice) for tokens, choice in known if tokens[-1] != 7]
+    return min(judge.widest(*pair, "").nats for pair in itertools.combinations(apart, 2))

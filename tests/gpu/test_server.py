@@ -2,13 +2,12 @@
 """`vllm serve` on a GPU, engine and front in processes of their own: chats stream while long prompts arrive."""
 
 import json
-import os
 import signal
 
 import pytest
 import tiny_model
 from divisions import BOTH_KINDS, split
-from engine_models import wide_model
+from engine_models import NOT_COMPILED, wide_model
 from metrics_page import Page
 from process_helpers import HANG_LIMIT_S
 from server import Chat, serving, still_alive
@@ -19,7 +18,6 @@ ANSWER_TOKENS, LONG_ANSWER_TOKENS = 1500, 20
 PRINTABLE = {"allowed_token_ids": [*range(94)]}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 DRAIN_S = 60
-KEPT = ("VLLM_USE_FLASHINFER_SAMPLER",)  # of the environment, which the server does not inherit as far as vLLM's go
 
 
 def long_prompt(number):
@@ -33,18 +31,16 @@ def settings(gpu):
 
 
 @pytest.fixture(scope="module")
-def server(settings, tmp_path_factory):
+def server(settings, server_environ, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     arguments = (
         *("--scheduler-cls", "vllm_pdmux.Scheduler", "--additional-config", json.dumps({"pdmux": settings})),
         *("--chat-template", CHAT_TEMPLATE, "--shutdown-timeout", str(DRAIN_S)),
         *("--max-model-len", "2048", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024"),
         *("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(2 << 30)),
-        # Without torch.compile it starts in half of the time.
-        *("--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})),
+        *("--compilation-config", json.dumps(NOT_COMPILED["compilation_config"])),
     )
-    environ = {name: os.environ[name] for name in KEPT if name in os.environ}
-    with serving(folder / "log", wide_model(folder / "model"), arguments, **environ) as server:
+    with serving(folder / "log", wide_model(folder / "model"), arguments, **server_environ) as server:
         yield server
 
 
@@ -78,14 +74,9 @@ def test_chats_stream_on_and_all_are_answered_while_long_prompts_arrive(server):
 
 
 def test_the_metrics_count_what_was_served(server):
-    def counted():
-        lines = server.get("metrics").splitlines()
-        samples = [line for line in lines if line.startswith("vllm:generation_tokens_total{")]
-        return sum(float(line.rpartition(" ")[2]) for line in samples)
-
-    before = counted()
+    before = server.value("generation_tokens_total")
     Chat(server, "Hello!", 16, "metrics", **PRINTABLE).text()
-    assert counted() >= before + 16
+    assert server.value("generation_tokens_total") >= before + 16
     assert server.num_running() == 0
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from divisions import BOTH_KINDS, split
+from engine_models import NOT_COMPILED
 from schedule_cases import CHOICES
 from text_cases import SCHEMA
 
@@ -34,7 +35,6 @@ LIMIT_S = 330
 
 SERVED = ["greedy", "prompt logprobs", "penalties", "top k and top p", "one token", "aborts"]
 SMALL_KV = {"num_gpu_blocks_override": 150}
-NOT_COMPILED = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}  # starts in half of the time
 # vLLM's worker asserts that the GPU has more free memory after it fell asleep, whatever the engines beside it take
 # meanwhile: this one frees more than they can.
 SLEEPY = {**NOT_COMPILED, "enable_sleep_mode": True, "kv_cache_memory_bytes": 6 << 30}

@@ -75,11 +75,11 @@ def _verified(args: argparse.Namespace, settings: dict[str, Any], resolved: Reso
     arguments = given_options(args)
     sizes = {name: getattr(args, name) for name in ("chats", "max_tokens", "document_tokens", "rounds")}
     spec = {"arguments": arguments, "pdmux": settings, **sizes}
-    print("vllm-pdmux verify: stock vLLM starts and serves", file=sys.stderr, flush=True)
+    print("vllm-pdmux verify: stock vLLM starts and serves", file=sys.stderr)
     stock = serve(spec, with_pdmux=False, show_output=args.debug)
     if stock.error is not None:
         raise VerifyError(f"stock vLLM cannot serve the prompts, so there is nothing to compare with: {stock.error}")
-    print("vllm-pdmux verify: so does the plugin", file=sys.stderr, flush=True)
+    print("vllm-pdmux verify: so does the plugin", file=sys.stderr)
     pdmux = serve(spec, with_pdmux=True, show_output=args.debug)
     return Result(arguments, resolved, stock, pdmux)
 

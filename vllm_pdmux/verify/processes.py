@@ -44,16 +44,12 @@ def serve(spec: Mapping[str, Any], with_pdmux: bool, show_output: bool = False) 
     with tempfile.TemporaryDirectory(prefix="vllm-pdmux-verify-") as folder:
         spec_path, out_path, log_path = (Path(folder, name) for name in ("spec.json", "out.json", "log"))
         spec_path.write_text(json.dumps({**spec, "with_pdmux": with_pdmux}), encoding="utf-8")
-        progress = os.dup(_STDERR)  # what vLLM and its libraries print goes elsewhere
-        try:
-            command = [sys.executable, "-m", _MODULE, str(spec_path), str(out_path), str(progress)]
-            with log_path.open("w", encoding="utf-8") as log:
-                output = sys.stderr if show_output else log
-                run = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(progress,)
-                )
-        finally:
-            os.close(progress)
+        # Progress has a file of its own: what vLLM and its libraries print goes elsewhere.
+        with log_path.open("w", encoding="utf-8") as log, os.fdopen(os.dup(_STDERR), "wb") as progress:
+            fd = progress.fileno()
+            command = [sys.executable, "-m", _MODULE, str(spec_path), str(out_path), str(fd)]
+            output = sys.stderr if show_output else log
+            run = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(fd,))
         found: dict[str, Any] = {"started": False}
         if out_path.exists():
             found = json.loads(out_path.read_text(encoding="utf-8"))
