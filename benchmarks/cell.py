@@ -12,8 +12,7 @@ Started by other benchmarks as a process that obeys lines of JSON, each of which
     {"prior": {...}}                                    it begins with this profile, which a calibration has found
 
 A setting is a chunk size (stock), or ``capped:SMS`` or ``disjoint:SMS`` (the plugin; SMs of the prefill lane), or
-``slo:ITL`` or ``slo:ITL:TTFT`` (its policy, with targets in ms). With ``@ahead`` behind it every step is scheduled
-ahead, also where a batch is about to end.
+``slo:ITL`` or ``slo:ITL:TTFT`` (its policy, with targets in ms).
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ ALONE_STEPS = 40
 PROFILED_AFTER, PROFILED_STEPS = 12, 30
 ANSWER = "PDMUX-ANSWER "  # before each answer, since libraries print too
 NO_END = 100_000
-AHEAD = "@ahead"
 
 
 def main() -> None:
@@ -118,7 +116,6 @@ class Engine:
         )
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
-        self._ends_in_sight = getattr(self._scheduler, "_end_in_sight", None)
         self._full_budget = self._scheduler.max_num_scheduled_tokens
         self._random = random.Random(0)
         self._contexts: dict[tuple[int, int], list[list[int]]] = {}
@@ -249,8 +246,6 @@ class Engine:
 
     def _use(self, setting: Any) -> None:
         """Stock: the chunk size, all the budget without one. Plugin: the group, or the policy slo with its targets."""
-        if self._ends_in_sight is not None:
-            self._scheduler._end_in_sight = None if str(setting).endswith(AHEAD) else self._ends_in_sight
         if self._args.arm == "stock":
             self._scheduler.max_num_scheduled_tokens = setting or self._full_budget
         elif setting is not None and setting.startswith("slo"):
@@ -258,7 +253,7 @@ class Engine:
         elif setting is not None:
             from vllm_pdmux.policy import ALL_LAYERS, FixedPolicy, LayerRule, PromptWork
 
-            group = self._groups.index(setting.removesuffix(AHEAD)) + 1
+            group = self._groups.index(setting) + 1
             self._scheduler._pdmux_policy = FixedPolicy(group, len(self._groups), LayerRule(ALL_LAYERS))
             self._scheduler._observer, self._scheduler._prompt_work = None, PromptWork()
 
@@ -273,7 +268,7 @@ class Engine:
 
         scheduler = self._scheduler
         if setting not in self._policies:
-            targets = [float(one) for one in setting.removesuffix(AHEAD).split(":")[1:]]
+            targets = [float(one) for one in setting.split(":")[1:]]
             changes = {"policy": "slo"} | dict(zip(("itl_slo_ms", "ttft_slo_ms"), targets, strict=False))
             config = settings_of(scheduler.vllm_config).model_copy(update=changes)
             alone, work, prior = decode_alone(scheduler.vllm_config), prompt_work(scheduler.vllm_config), None

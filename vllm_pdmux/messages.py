@@ -37,8 +37,6 @@ class PrefillOrder:
     lose: int | None = None
     # The last batch that the scheduler has been told has left the lane, by the one rank whose outputs it gets.
     ended: int = -1
-    # Nothing decodes in this step though requests do: the scheduler waits for a batch to end. The step does not.
-    leaves_out_decode: bool = False
 
     @property
     def abandoned(self) -> int | None:
@@ -65,10 +63,6 @@ class LaneReport:
     output: ModelRunnerOutput | None = None  # set when the batch has run all its layers and was sampled
     error: str | None = None  # set when the batch raised; its KV is not valid
     lead_layers: int = 0  # that the lane keeps queued ahead of the device; 0: it has no queue
-    # When the step's output was there: of the first batch of which all is launched, its id and how many of its layers
-    # the device had yet to begin. None: there is none, or the device has no queue.
-    ending: tuple[int, int] | None = None
-    begun_layers: int = 0  # by the device, so far
     unconfined_steps: int = 0  # so far: steps of disjoint groups that found no CUDA graph of their size
     stalled_s: float = 0.0  # the lane is given up after so many seconds without progress, with all that is in it
     back: int | None = None  # nothing runs any more of the lost batches up to this one

@@ -26,7 +26,6 @@ from vllm.v1.request import Request
 from vllm_pdmux.activation import require_active, settings_of
 from vllm_pdmux.admission import Admission
 from vllm_pdmux.calibration.chosen import chosen_profile, prior_of
-from vllm_pdmux.ending import EndInSight
 from vllm_pdmux.entering import DECODE, PREFILL, Entering
 from vllm_pdmux.losing import Losing
 from vllm_pdmux.messages import LaneReport, PrefillOrder, attach_order, order_of, report_of
@@ -38,7 +37,7 @@ from vllm_pdmux.model_size import decode_alone, prompt_work
 from vllm_pdmux.observer import Observer
 from vllm_pdmux.outputs import merge_outputs
 from vllm_pdmux.pace import Pace
-from vllm_pdmux.policy import Decision, PromptWork
+from vllm_pdmux.policy import PromptWork
 from vllm_pdmux.policy_from_config import build_policy, max_prefill_tokens
 from vllm_pdmux.prefill_batch import PrefillBatch
 from vllm_pdmux.residency import Residency
@@ -94,15 +93,6 @@ class PDMuxSchedulerMixin(Entering, Losing):
             max_batches=2 if is_gpu and self.use_v2_model_runner else 1,
             most_tokens=max_prefill_tokens(settings, has_streams=is_gpu),
         )
-        # A V1 runner would forget the requests that a step leaves out.
-        waits = isinstance(self, AsyncScheduler) and self.use_v2_model_runner
-        # With others each step is one of all engines.
-        is_one_of_many = self.parallel_config.data_parallel_size > 1
-        self._end_in_sight = EndInSight() if waits and not is_one_of_many else None
-        self._decision = Decision(0, 0)  # the last one
-        self._last_order = PrefillOrder()
-        self._is_decoding = False  # in the step that was scheduled last
-        self._work_left_out = 0.0  # that went through the lane in steps that the policy is not told of
         self._pace = Pace() if is_gpu and self.parallel_config.world_size > 1 else None
         self._next_batch_id = 0
         self._overtaken = False
@@ -131,7 +121,6 @@ class PDMuxSchedulerMixin(Entering, Losing):
             with self._limited_to(tokens):
                 output = self._stock_step(throttle_prefills)
             return output if self._counters is None else attach_reason(output, self._pdmux_policy)
-        leaves_out_decode = self._is_worth_waiting()
         finished, self.finished_req_ids = self.finished_req_ids, set()  # for the view that goes to both runners
         preempted: set[str] = set()
         begun = None
@@ -139,14 +128,8 @@ class PDMuxSchedulerMixin(Entering, Losing):
             begun, preempted = self._begin_batch()
         self.finished_req_ids |= finished
         self.reset_preempted_req_ids |= preempted
-        if leaves_out_decode:
-            order = replace(self._order_of(self._decision, begun), leaves_out_decode=True)
-            return self._with_order(self._schedule_nothing(), order)
         output = self._localise(self._schedule_decode(), DECODE)
-        if not self._batches:
-            return self._with_order(output, PrefillOrder())
-        self._decision = self._pdmux_policy.decide(self._load_beside(output, self._batches[-1]))
-        return self._with_order(output, self._order_of(self._decision, begun))
+        return self._with_order(output, self._order_for(output, begun))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -155,11 +138,7 @@ class PDMuxSchedulerMixin(Entering, Losing):
         said = report_of(model_runner_output)
         report = said if said is not None and said.is_of_layers else None
         order = order_of(scheduler_output) or PrefillOrder()
-        if report is not None and self._end_in_sight is not None:
-            self._end_in_sight.reported(report, bool(scheduler_output.num_scheduled_tokens))
-        if order.leaves_out_decode:
-            self._tell_of_lane(scheduler_output, order, report)
-        elif (took := self._step_times.done(scheduler_output, report)) is not None:
+        if (took := self._step_times.done(scheduler_output, report)) is not None:
             self._tell_of(scheduler_output, took, order, report)
         elif order.abandoned is not None:
             self.pdmux_trace.record(scheduler_output, self._step_times.now(), order, report)
@@ -182,18 +161,8 @@ class PDMuxSchedulerMixin(Entering, Losing):
             self._counters.done(output, took, order, report)
         if self._observer is not None:
             is_saturated = report is not None and report.is_saturated
-            work, self._work_left_out = self._work_through(report) + self._work_left_out, 0.0
-            self._observer.done(output, took, work, is_saturated)
+            self._observer.done(output, took, self._work_through(report), is_saturated)
         self.pdmux_trace.record(output, took, order, report)
-
-    def _tell_of_lane(self, output: SchedulerOutput, order: PrefillOrder, report: LaneReport | None) -> None:
-        """A step that left out decode has come back. Its layers are the next step's, which begins where the last one
-        ended."""
-        self._work_left_out += self._work_through(report)
-        if report is not None and self._counters is not None:
-            self._counters.lane(report)
-        if report is not None or order.abandoned is not None:
-            self.pdmux_trace.record(output, self._step_times.now(), order, report)
 
     def _stock_step(self, throttle_prefills: bool) -> SchedulerOutput:
         """A step of the stock scheduler, all requests visible."""
@@ -203,9 +172,7 @@ class PDMuxSchedulerMixin(Entering, Losing):
         order = replace(self._take_abandoned(order), ended=self._last_ended())
         if self._observer is not None:
             self._observer.scheduled(output, order, self.requests)
-        if not self._last_order.leaves_out_decode:  # else all that decode have waited for it
-            self._step_times.scheduled(output)
-        self._last_order, self._is_decoding = order, bool(output.num_scheduled_tokens)
+        self._step_times.scheduled(output)
         return attach_order(output, order)
 
     def _last_ended(self) -> int:
@@ -221,32 +188,12 @@ class PDMuxSchedulerMixin(Entering, Losing):
             return False
         return any(not request.is_prefill_chunk for request in self.running) and self._anything_to_prefill()
 
-    def _is_worth_waiting(self) -> bool:
-        """Whether to schedule the next decode step only when the one under way has come back: then the first batch in
-        the lane is expected to have ended, and those of its requests that will decode are in it. Once for a step."""
-        if self._end_in_sight is None or not self._is_decoding or not self._batches:
-            return False
-        first, *later = self._batches
-        return self._end_in_sight.is_near(first.id) and any(
-            request.num_output_tokens + 1 < request.max_tokens
-            for request in first.alive(self.requests)
-            if not request.is_prefill_chunk and not any(request.request_id in batch.requests for batch in later)
-        )
-
-    def _schedule_nothing(self) -> SchedulerOutput:
-        """A step in which nothing decodes. The runner keeps what it knows of those that are left out."""
-        prev_step, self.prev_step_scheduled_req_ids = self.prev_step_scheduled_req_ids, set()
-        try:
-            return self._schedule_decode(leaves_out=True)
-        finally:
-            self.prev_step_scheduled_req_ids = prev_step
-
-    def _schedule_decode(self, leaves_out: bool = False) -> SchedulerOutput:
+    def _schedule_decode(self) -> SchedulerOutput:
         in_lane = {req_id for batch in self._batches for req_id in batch.requests}
         decoding: list[Request] = []
         others: list[Request] = []
         for request in self.running:
-            is_decoding = not leaves_out and not request.is_prefill_chunk and request.request_id not in in_lane
+            is_decoding = not request.is_prefill_chunk and request.request_id not in in_lane
             (decoding if is_decoding else others).append(request)
         capacity_bound = self.prefill_capacity_bound
         with self._visible(decoding, hidden_after=others), self._hidden_queues():
@@ -254,12 +201,17 @@ class PDMuxSchedulerMixin(Entering, Losing):
         self.prefill_capacity_bound = capacity_bound
         return output
 
-    def _order_of(self, decision: Decision, begun: PrefillBatch | None) -> PrefillOrder:
+    def _order_for(self, output: SchedulerOutput, begun: PrefillBatch | None) -> PrefillOrder:
+        if not self._batches:
+            return PrefillOrder()
+        last = self._batches[-1]
+        load = self._load_beside(output, last)
+        decision = self._pdmux_policy.decide(load)
         layers = decision.layers
         if self._pace is not None:
             layers = self._pace.layers(layers, is_first=begun is not None)
         if begun is None:
-            return PrefillOrder(self._batches[-1].id, layers, group=decision.group)
+            return PrefillOrder(last.id, layers, group=decision.group)
         return PrefillOrder(begun.id, layers, begun.output, begun.grammar, decision.group)
 
     def _take_abandoned(self, order: PrefillOrder) -> PrefillOrder:

@@ -35,7 +35,6 @@ class StepRecord:
     ended_batch_id: int | None  # the batch that has ended in this step
     error: str | None  # what it raised
     drop: int | None  # no batch up to this one runs any more
-    leaves_out_decode: bool = False  # so that the next step begins when the one before has come back: it takes no time
 
     @property
     def batch_ended(self) -> bool:
@@ -80,7 +79,6 @@ class StepTrace:
             ended_batch_id=report.batch_id if report is not None and ended else None,
             error=report.error if report is not None else None,
             drop=order.abandoned,
-            leaves_out_decode=order.leaves_out_decode,
         )
         if self._steps is not None:
             self._steps.append(record)

@@ -55,15 +55,11 @@ class Counters:
             self._group = group
         self.values[names.DIVISION] = group
         if report is not None:
-            self.lane(report)
-
-    def lane(self, report: LaneReport) -> None:
-        """What the lane has done."""
-        for _, first_layer, end_layer in report.runs:
-            self._add(names.LAYERS, end_layer - first_layer)
-            self._add(names.LAYER_GROUPS, end_layer > first_layer)
-        self.values[names.LEAD] = report.lead_layers
-        self._raise_to(names.UNCONFINED_STEPS, report.unconfined_steps)
+            for _, first_layer, end_layer in report.runs:
+                self._add(names.LAYERS, end_layer - first_layer)
+                self._add(names.LAYER_GROUPS, end_layer > first_layer)
+            self.values[names.LEAD] = report.lead_layers
+            self._raise_to(names.UNCONFINED_STEPS, report.unconfined_steps)
 
     def judge(self, step: Observation, policy: Policy, is_saturated: bool) -> None:
         """Compare the step that has just come back with what `policy`, which has yet to learn of it, expects.

@@ -71,13 +71,6 @@ class LaneDevice(Protocol):
     def is_done(self, output: Any) -> bool:
         """Whether the result of a batch whose layers have all been launched can be read without waiting."""
 
-    @property
-    def marked_layers(self) -> int:
-        """How many layers were launched so far."""
-
-    def begun_layers(self) -> int | None:
-        """How many of them have begun; None: it has no queue. On any thread."""
-
     def drop(self) -> None:
         """Order what the decode lane does from now on behind the layers that are queued already."""
 
@@ -90,7 +83,7 @@ class HostDevice:
 
     keep_thread = False
     workspace = 0  # shared: what runs has ended when control changes
-    lead_layers = marked_layers = 0
+    lead_layers = 0
 
     def bind(self) -> None: ...
 
@@ -115,9 +108,6 @@ class HostDevice:
 
     def is_done(self, output: Any) -> bool:
         return True
-
-    def begun_layers(self) -> None:
-        return None
 
     def drop(self) -> None: ...
 
@@ -152,7 +142,6 @@ class CudaDevice:
         self._entered: torch.cuda.Stream | None = None  # the current stream of the lane's thread
         self._marks: deque[torch.cuda.Event] = deque()  # where layers begin that have not begun on the GPU
         self._free_events: list[torch.cuda.Event] = []
-        self.marked_layers = 0
         self._clock_s = clock_s
         self._step_s = self._launch_until_s = clock_s()  # when this step's launches began, and when they must end
         self._taken_s = float("inf")  # between the launches of the two steps before
@@ -219,7 +208,6 @@ class CudaDevice:
         event = self._free_events.pop() if self._free_events else torch.cuda.Event()
         event.record(self._stream)
         self._marks.append(event)
-        self.marked_layers += 1
         self._launched += 1
         self._is_first = False
 
@@ -245,10 +233,6 @@ class CudaDevice:
             if hasattr(output, name):
                 return bool(getattr(output, name).query())
         return True  # without asynchronous scheduling a V1 runner has waited for it
-
-    def begun_layers(self) -> int:
-        marked, waiting = self.marked_layers, tuple(self._marks)  # at once: the worker's thread changes it
-        return marked - sum(not event.query() for event in waiting)
 
     def drop(self) -> None:
         if self._stream is not self._decode_stream:

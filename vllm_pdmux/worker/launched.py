@@ -39,19 +39,17 @@ class Launched(NamedTuple):
     step: int  # in which its last layer was launched
     output: Any
     error: str | None
-    end_layers: int = 0  # that were launched on the device so far, with its last one
 
 
 class LaunchedBatches:
-    """In order. `is_done` says whether an output can be read without waiting, `begun_layers` how many layers the device
-    has begun so far, of those that were launched on it; None: it has no queue. Both are asked on any thread.
+    """In order. `is_done` says whether an output can be read without waiting.
 
     Of several ranks one is asked for its outputs. On the others nothing is taken: there the scheduler's word that a
     batch has left the lane, which `drop` passes on, is the first that is heard of it.
     """
 
-    def __init__(self, is_done: Callable[[Any], bool], begun_layers: Callable[[], int | None] = lambda: None):
-        self._is_done, self._begun_layers = is_done, begun_layers
+    def __init__(self, is_done: Callable[[Any], bool]):
+        self._is_done = is_done
         self._batches: list[Launched] = []
         self._lock = threading.Lock()
 
@@ -71,14 +69,6 @@ class LaunchedBatches:
         """From the worker's thread."""
         with self._lock:
             self._batches.append(launched)
-
-    def near_end(self) -> dict[str, Any]:
-        """`LaneReport.ending` and `begun_layers`, as of now."""
-        if (begun := self._begun_layers()) is None:
-            return {}
-        launched = self.all()
-        ending = (launched[0].batch.id, max(0, launched[0].end_layers - begun)) if launched else None
-        return {"ending": ending, "begun_layers": begun}
 
     def drop(self, last_id: int) -> None:
         """Forget all up to this batch."""
@@ -107,8 +97,6 @@ class PendingReport:
 
     def whole(self, **changes: Any) -> LaneReport:
         """With the first batch that has ended by now. On any thread, once, the steps in order."""
-        ended = self._launched.take(self._step, self._awaited)
-        changes |= self._launched.near_end()
-        if ended is None:
+        if (ended := self._launched.take(self._step, self._awaited)) is None:
             return replace(self._report, **changes)
         return replace(self._report, batch_id=ended.batch.id, output=ended.output, error=ended.error, **changes)

@@ -66,9 +66,7 @@ class PrefillLane:
         self._queue: deque[Batch] = deque()
         self._admitted_at: Any = None  # the moment of the device before the step that brings a batch
         self._current: Batch | None = None
-        self._launched = LaunchedBatches(
-            lambda output: self._device.is_done(output), lambda: self._device.begun_layers()
-        )
+        self._launched = LaunchedBatches(lambda output: self._device.is_done(output))
         self._in_lane: dict[int, Batch] = {}  # of which no order has said that they have left it
         self._step = 0
         self._order, self._decoding = PrefillOrder(), 0  # of the last step
@@ -241,7 +239,7 @@ class PrefillLane:
                 first_layer = runs.pop().first_layer
             runs.append(Run(batch.id, first_layer, self._lane.layer))
             if ended:
-                self._launched.add(Launched(batch, self._step, output, error, self._device.marked_layers))
+                self._launched.add(Launched(batch, self._step, output, error))
                 self._current = None
                 if to_its_end:
                     break

@@ -167,7 +167,7 @@ class PDMuxWorkerMixin(WorkerBeneath):
         order, self._order = self._order, _NOTHING
         if (lane := self._prefill_lane) is None:
             return output
-        report = lane.advance(order, wait=nothing_decodes and not order.leaves_out_decode)
+        report = lane.advance(order, wait=nothing_decodes)
         if report is None:
             return output
         unconfined_steps = self._unconfined_steps()
