@@ -50,6 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunks", default="192,256,320,512", help="of stock: max_num_batched_tokens")
     parser.add_argument("--groups", default="capped:100,capped:84,capped:68,disjoint:84,disjoint:68")
     parser.add_argument("--slo", default="", help="targets of the policy slo, ITL in ms with commas, measured too")
+    parser.add_argument("--calibrate", action="store_true", help="let slo begin with a calibration")
     parser.add_argument("--shape", default="llama-8b", choices=shapes.CONFIGS)
     parser.add_argument("--total-sms", type=int, default=132)
     parser.add_argument("--prompts", type=int, default=4)
@@ -71,6 +72,8 @@ def measure_on(args: argparse.Namespace, engines: dict[str, Process], ready: dic
 
 def measure(args: argparse.Namespace, engines: dict[str, Process], results: Results) -> None:
     """All cells, on engines that are up."""
+    if args.calibrate and "pdmux" in engines:
+        results.calibration = engines["pdmux"].ask({"calibrate": True})
     for arm, engine in engines.items():
         tokens = {cell.split(":")[2] for cell in args.cells.split(",")}
         for one in sorted(tokens, key=int):
@@ -85,7 +88,7 @@ def measure(args: argparse.Namespace, engines: dict[str, Process], results: Resu
 
 def turns(args: argparse.Namespace, arms: list[str]) -> list[tuple[str, Any]]:
     """Every setting of every arm once, the arms taking turns."""
-    settings = {arm: settings_of(arm, args) for arm in arms}
+    settings = {arm: list(settings_of(arm, args)) for arm in arms}
     if "pdmux" in arms:
         settings["pdmux"] += [f"slo:{target}" for target in args.slo.split(",") if target]
     longest = max(len(settings[arm]) for arm in arms)
@@ -148,6 +151,7 @@ class Results:
         self._out: Path | None = args.out
         self.rows: list[dict[str, Any]] = []
         self.arms: dict[str, dict[str, Any]] = {}
+        self.calibration: dict[str, Any] | None = None  # what it has found
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -160,6 +164,7 @@ class Results:
                 **common,
                 "command": command_line(),
                 "arms": arms,
+                **({} if self.calibration is None else {"calibration": self.calibration}),
                 "summary": summary(self.rows),
                 "rows": self.rows,
             }

@@ -28,7 +28,7 @@ def test_the_handover_benchmark_measures_all_ways_of_a_prefill(tiny_model_path, 
 def test_the_frontier_takes_turns_between_the_engines(tmp_path):
     out = tmp_path / "frontier.json"
     shape = ["--shape", "toy", "--cells", "3:64:200", "--prompts", "3", "--kv-gib", "1"]
-    settings = ["--chunks", "32,64", "--groups", "capped:100", "--slo", "50", "--rounds", "2"]
+    settings = ["--chunks", "32,64", "--groups", "capped:100", "--slo", "50", "--calibrate", "--rounds", "2"]
     command = [sys.executable, "frontier.py", *shape, *settings, "--out", str(out)]
     run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
@@ -38,6 +38,7 @@ def test_the_frontier_takes_turns_between_the_engines(tmp_path):
     assert all(row["itl_alone_ms"] > 0 and row["prefill_tokens_per_s"] > 0 for row in results["rows"])
     assert all(row["steady_tokens_per_s"] > 0 for row in results["rows"])
     assert all(arm["kv_tokens"] > 0 and arm["ready_s"] > 0 for arm in results["arms"].values())
+    assert results["calibration"]["profile"]["name"] and results["calibration"]["measured_s"] > 0
     assert "frontier.py" in results["command"]
 
 

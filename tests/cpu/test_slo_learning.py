@@ -94,7 +94,7 @@ class TestLearning:
         seen, mix = watched(slo), slo._mix_of(load())
         slo.observe(beside(25.0, 500.0))  # 2.5 times decode alone, and 20 per ms
         assert seen == [(25.0, pytest.approx(20.0))]
-        own = 1 + 0.25 / 3
+        own = 1 + 0.25 / 11
         assert slo._beside.slowdown(1, mix) == pytest.approx(2.0 * own * (1 + (1.25 / own - 1) / 3))
         assert slo._beside.beliefs(mix)[0].rate == pytest.approx(20.0)
         assert slo._full_rate.value == 40.0
@@ -189,3 +189,15 @@ def test_at_first_nothing_was_missed_and_nothing_fused():
     slo = calibrated(46.0)
     assert (slo.fused_reason, slo.missed_steps, slo.infeasible_decisions) == ("", 0, 0)
     assert slo.observes and slo.fuses
+
+
+def test_two_slow_steps_at_the_beginning_do_not_have_a_calibrated_division_left_for_good():
+    """What is believed of a division is corrected only by its own steps, which there are none of when it is left."""
+    slo, took_ms, rates = calibrated(itl_ms=25.0), (20.0, 16.0, 12.0), (30.0, 20.0, 10.0)
+    used = []
+    for number in range(60):
+        used.append(slo.decide(load()).group)
+        step_ms = 27.5 if number in (2, 3) else took_ms[used[-1] - 1]
+        slo.observe(beside(step_ms, step_ms * rates[used[-1] - 1], used[-1]))
+    assert used[:4] == [1] * 4
+    assert used.count(1) > 40 and used[-20:] == [1] * 20, "with a prior that counts as two steps it is 7 and 0"

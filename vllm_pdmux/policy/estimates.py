@@ -25,6 +25,9 @@ PRIOR_STEPS = 2
 # What was calibrated of steps that are alone counts as so many steps, or so much time.
 CALIBRATED_STEPS = 5
 CALIBRATED_MS = 500.0
+# What was calibrated of a group counts as so many of its steps: a few slow ones must not have it left, since it is its
+# own steps alone that correct what is believed of it.
+CALIBRATED_GROUP_STEPS = 10
 # What was never seen is hoped to be this much better than the prior, which was off by 16 % at most where it was
 # measured; what has not been seen for so many steps beside prefill, a little better. Else a group would be left out for
 # ever by a belief that is wrong.
@@ -175,7 +178,8 @@ class Beside:
         if len(self._priors) != len(self._shares):
             raise ValueError(f"{len(self._priors)} priors for {len(self._shares)} groups")
         slow = SLOW_HALF_LIFE_STEPS
-        self._slower = [Average(1.0, PRIOR_STEPS, half_life_steps=slow) for _ in self._shares]
+        trusted = CALIBRATED_GROUP_STEPS if self._is_calibrated else PRIOR_STEPS
+        self._slower = [Average(1.0, trusted, half_life_steps=slow) for _ in self._shares]
         self._slower_now = Average(1.0, PRIOR_STEPS)
         self._faster = [Rate(half_life_steps=slow) for _ in self._shares]  # over the prior
         self._faster_now = Rate()  # over the prior and what is peculiar
