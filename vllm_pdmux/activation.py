@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KEY = "pdmux"  # in additional_config, and the plugin's name in VLLM_PLUGINS
+NEARLY = 0.8  # of difflib: a letter is wrong, or there is one more or less
 SCHEDULER = "vllm_pdmux.Scheduler"
 SCHEDULERS = (
     SCHEDULER,
@@ -202,8 +204,13 @@ def metadata_version() -> tuple[str, str]:
 
 
 def inline_settings(additional_config: object) -> Mapping[str, Any] | None:
-    """Those in ``additional_config["pdmux"]``; None: there are none. Raises ActivationError for what is no mapping."""
-    if not isinstance(additional_config, Mapping) or additional_config.get(KEY) is None:
+    """Those in ``additional_config["pdmux"]``; None: there are none. Raises ActivationError for what is no mapping, and
+    for a key that is nearly ours: its settings would be left out in silence."""
+    if not isinstance(additional_config, Mapping):
+        return None
+    if wrong := [key for key in additional_config if key != KEY and _is_nearly_ours(key)]:
+        raise ActivationError(f"additional_config has the key {wrong[0]!r}, which nothing reads: write {KEY!r}")
+    if additional_config.get(KEY) is None:
         return None
     inline = additional_config[KEY]
     if not isinstance(inline, Mapping):
@@ -212,6 +219,11 @@ def inline_settings(additional_config: object) -> Mapping[str, Any] | None:
             '{"pdmux": {}} for the defaults'
         )
     return inline
+
+
+def _is_nearly_ours(key: object) -> bool:
+    letters = "".join(filter(str.isalpha, key.lower())) if isinstance(key, str) else ""
+    return KEY in letters or bool(get_close_matches(letters, [KEY], cutoff=NEARLY))
 
 
 def _install_metrics() -> None:

@@ -13,7 +13,7 @@ import pytest
 from process_helpers import resolve, resolve_afresh, run_engine
 
 from vllm_pdmux import cli, internals
-from vllm_pdmux.activation import ActivationError, asked_by, require_active
+from vllm_pdmux.activation import ActivationError, asked_by, inline_settings, require_active
 from vllm_pdmux.internals import INTERNALS
 from vllm_pdmux.support import REFUSALS, problems, version_problems
 
@@ -76,6 +76,19 @@ FILES = {
 @pytest.mark.parametrize("inline, message", INLINE.values(), ids=INLINE)
 def test_wrong_inline_settings_end_the_start(inline, message):
     assert message_of(resolve({"additional_config": {"pdmux": inline}})) == message
+
+
+@pytest.mark.parametrize("key", ["pdmx", "pd_mux", "PDMux", "pdmux ", "vllm_pdmux", "pdmux_config", "pdmuxx"])
+def test_a_key_that_is_nearly_ours_ends_the_start(key):
+    message = f"additional_config has the key {key!r}, which nothing reads: write 'pdmux'"
+    assert message_of(resolve({"additional_config": {key: {"sm_group_num": 3}}})) == message
+    assert message_of(resolve({"additional_config": {"pdmux": {}, key: {}}})) == message
+
+
+@pytest.mark.parametrize("key", ["ascend_scheduler_config", "mux", "pd", "dummy", 7, ""])
+def test_a_key_of_another_plugin_does_not(key):
+    assert inline_settings({key: {}}) is None
+    assert inline_settings({key: {}, "pdmux": {"sm_group_num": 3}}) == {"sm_group_num": 3}
 
 
 @pytest.mark.parametrize("text, message", FILES.values(), ids=FILES)
