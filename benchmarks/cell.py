@@ -198,13 +198,16 @@ class Engine:
         return {"itl_p50_ms": quantile(gaps, 0.5), "streams": stream_use(profiled)}
 
     def calibrate(self) -> dict[str, Any]:
-        """From now on slo begins with what is measured now. The profile, its errors on points that were held out."""
+        """From now on slo begins with what is measured now, once more where that is refused, as the command
+        `calibrate` does. The profile, its errors on points that were held out."""
         from vllm_pdmux.calibration.fit import too_large
         from vllm_pdmux.calibration.run import calibrate
 
         self._use(None)
         assert self._scheduler.reset_prefix_cache()
         found = calibrate(self._llm)
+        if too_large(found.errors):
+            found = calibrate(self._llm)
         if not (refused := too_large(found.errors)):
             self._profile, self._policies = found.profile, {}
         return {"profile": found.profile.model_dump(), "refused": refused, **found.details()}
