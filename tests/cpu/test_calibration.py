@@ -525,6 +525,30 @@ def test_every_point_is_measured_and_the_engine_is_as_before(
     engine.assert_nothing_left()
 
 
+@pytest.mark.parametrize("slow", [(), (4,), (0,)], ids=["none", "one that is alone", "one beside prefill"])
+def test_decode_that_would_have_it_refused_is_measured_once_more(pdmux_engine, monkeypatch, slow):
+    """Where nothing else was measured with it: of a load beside prefill the rest would be of another moment."""
+    monkeypatch.setattr(measure, "divisions", lambda settings: DIVISIONS)
+    start, started = measure.Meter._start, []
+
+    def timed(meter, load):
+        found = start(meter, load)
+        started.append(load)
+        ms = 5.0 + 0.5 * load.batch + 1e-3 * found.context_tokens
+        is_slow = loads.index(load) in slow and started.count(load) == 1
+        return replace(found, batch=load.batch, ms=ms * 1.3 if is_slow else ms)
+
+    loads = plan.decode_loads(plan.Limits(512, 16, 256, 256, 256 * 32, 32))
+    monkeypatch.setattr(measure.Meter, "_start", timed)
+    monkeypatch.setattr(measure.Meter, "_renew", lambda *_: None)
+    made = calibrate(pdmux_engine.llm)
+    assert started[: len(loads)] == loads
+    assert started[len(loads) :] == (loads[4:] if slow else [])
+    assert [one.batch for one in made.samples.decode] == [load.batch for load in loads]
+    assert bool(too_large({"decode alone": made.errors["decode alone"]})) == (slow == (0,))
+    pdmux_engine.assert_nothing_left()
+
+
 class Asynchronous:
     """What calibration uses of a ``vllm.LLM``, over an engine core of `async_engine`."""
 

@@ -33,7 +33,8 @@ MEDIAN_LIMIT, P95_LIMIT = 0.10, 0.25
 SMALLEST_MS = 1e-9  # instead of 0 where a profile has none
 
 FUSED_KIND = "fused step"
-KINDS = ("decode alone", "prefill alone", "decode beside prefill", "prefill beside decode", FUSED_KIND)
+DECODE_KIND = "decode alone"
+KINDS = (DECODE_KIND, "prefill alone", "decode beside prefill", "prefill beside decode", FUSED_KIND)
 
 
 @dataclass(frozen=True)

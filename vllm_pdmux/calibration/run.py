@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_pdmux.activation import settings_of
-from vllm_pdmux.calibration.fit import Errors, fit, usable
+from vllm_pdmux.calibration.fit import DECODE_KIND, Errors, fit, too_large, usable
 from vllm_pdmux.calibration.identity import describe, key_of
-from vllm_pdmux.calibration.measure import Progress, measure
+from vllm_pdmux.calibration.measure import Progress, measure, measure_decode_again
 from vllm_pdmux.calibration.samples import Samples
 from vllm_pdmux.simulator import DeviceProfile
 
@@ -40,12 +40,16 @@ class Calibration:
 def calibrate(llm: Any, progress: Progress = lambda done, total, what: None) -> Calibration:
     """Measure and fit. `llm`: a ``vllm.LLM`` with the plugin, in this process, serving nothing. Stores nothing.
 
+    Where decode alone would have it refused, some of that is measured once more, which takes a second or two.
     Raises CalibrationError for an engine that cannot be measured.
     """
     config = llm.llm_engine.vllm_config
     key = key_of(config, settings_of(config))
     start = time.perf_counter()
     samples = measure(llm, progress)
-    measured_s = time.perf_counter() - start
     used, errors, left_out = usable(samples)
+    if too_large({DECODE_KIND: errors[DECODE_KIND]}):
+        samples = measure_decode_again(llm, samples)
+        used, errors, left_out = usable(samples)
+    measured_s = time.perf_counter() - start
     return Calibration(key, fit(used, describe(key)), errors, samples, measured_s, tuple(left_out))
