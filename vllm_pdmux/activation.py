@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KEY = "pdmux"  # in additional_config, and the plugin's name in VLLM_PLUGINS
-NEARLY = 0.8  # of difflib: a letter is wrong, or there is one more or less
+NEARLY = 0.85  # of difflib: there is a letter more or less; one that differs may be a word, such as demux
 SCHEDULER = "vllm_pdmux.Scheduler"
 SCHEDULERS = (
     SCHEDULER,

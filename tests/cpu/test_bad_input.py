@@ -85,7 +85,7 @@ def test_a_key_that_is_nearly_ours_ends_the_start(key):
     assert message_of(resolve({"additional_config": {"pdmux": {}, key: {}}})) == message
 
 
-@pytest.mark.parametrize("key", ["ascend_scheduler_config", "mux", "pd", "dummy", 7, ""])
+@pytest.mark.parametrize("key", ["ascend_scheduler_config", "mux", "demux", "pd", "dummy", 7, ""])
 def test_a_key_of_another_plugin_does_not(key):
     assert inline_settings({key: {}}) is None
     assert inline_settings({key: {}, "pdmux": {"sm_group_num": 3}}) == {"sm_group_num": 3}
