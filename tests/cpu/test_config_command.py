@@ -69,6 +69,29 @@ def test_people_get_a_table(capsys, file):
     assert line.split("│")[2].strip() == "3" and "file" in line.split("│")[3]
 
 
+def test_a_long_path_is_not_cut_off(capsys, file, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path = file("layers_per_group: 3", "a" * 150 + ".yml")
+    assert main(["config", "--file", path]) == 0
+    cells = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert f"file{path}" in "".join(row[3].strip() for row in cells).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("switch", "said"), [("1", "PDMUX=1 asks for the plugin."), ("0", "They hold where the plugin is asked for")]
+)
+def test_it_says_whether_they_are_in_use(capsys, monkeypatch, switch, said):
+    monkeypatch.setenv("PDMUX", switch)
+    assert main(["config"]) == 0
+    assert said in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_switch_that_says_neither_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("PDMUX", "perhaps")
+    assert main(["config"]) == 2
+    assert "PDMUX='perhaps'" in capsys.readouterr().err
+
+
 def schema(capsys):
     assert main(["config", "--schema"]) == 0
     return json.loads(capsys.readouterr().out)

@@ -51,6 +51,15 @@ def test_people_get_a_table(capfd):
     assert "not checked" in capfd.readouterr().out
 
 
+def test_a_long_path_is_not_cut_off(capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / ("a" * 150 + ".yml")
+    path.write_text("sm_group_num: 3\nmanual_divisions: [[100, 32, 0]]\n")
+    assert main(["doctor", "--config", str(path)]) == 0
+    cells = [line.split("│") for line in capfd.readouterr().out.splitlines() if line.startswith("│")]
+    assert f"(file{path})" in "".join(row[3].strip() for row in cells).replace(" ", "")
+
+
 def test_a_version_outside_the_range_is_an_error(capfd, monkeypatch):
     monkeypatch.setattr(support, "END_VERSION", (0, 32))
     code, found = diagnose(capfd)

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_pdmux.cli import CommandError
 from vllm_pdmux.config import DEFAULT_ORIGIN, ENVIRONMENT_VARIABLE, ConfigError, PDMuxConfig, Resolved, resolve
+from vllm_pdmux.switch import is_on
 
 NAME = "config"
 HELP = "Show every setting with its value and where that is from, or the JSON schema of the settings."
@@ -55,13 +56,25 @@ def settings(resolved: Resolved) -> dict[str, dict[str, Any]]:
 
 def _print(resolved: Resolved) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table("setting", "value", "from")
+    table = Table("setting", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for name, row in settings(resolved).items():
         style = "dim" if row["origin"] == DEFAULT_ORIGIN else ""
         value = "not set" if row["value"] is None else json.dumps(row["value"])
         # As Text: a path may look like rich's markup.
         table.add_row(name, Text(value), Text(row["origin"]), style=style)
     Console(highlight=False).print(table)
+    print(_asked())
+
+
+def _asked() -> str:
+    """Whether the settings are in use: `enabled` alone does not say it."""
+    try:
+        is_asked = is_on(os.environ)
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    if is_asked:
+        return f"PDMUX={os.environ['PDMUX']} asks for the plugin."
+    return 'They hold where the plugin is asked for: --scheduler-cls, PDMUX=1 or additional_config["pdmux"].'

@@ -262,10 +262,10 @@ def _version(name: str) -> str | None:
 
 def _print(found: list[Finding], stdout: TextIO) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table("", "", "")
+    table = Table("", "", Column(overflow="fold"))  # nothing is cut off: a path is to be copied
     styles = {OK: "green", WARNING: "yellow", ERROR: "red", NOT_CHECKED: "dim"}
     for finding in found:
         # As Text: a path may look like rich's markup.
