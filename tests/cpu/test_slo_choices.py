@@ -72,8 +72,35 @@ class TestOutOfReach:
         slo = calibrated(3.0, said=said)
         assert chosen(slo, load(oldest_wait_ms=10_001.0)) == [3], "12 ms, which no group meets either"
         without_partitions = calibrated(3.0, said=said, paced=False)
-        without_partitions.decide(load())
+        without_partitions.decide(load(oldest_wait_ms=10_001.0))
         assert slo.infeasible_decisions == without_partitions.infeasible_decisions == 0 and not said
+
+    def test_without_a_target_of_the_user_it_says_where_the_target_comes_from(self):
+        said = []
+        slo = calibrated(None, 1000.0, (constant(2.0, 30.0),), said=said)
+        slo.decide(load())
+        assert said == [
+            "itl_slo_ms is not set, so that the target is 1.5 x decode alone, 15 ms, but the best that is expected "
+            "beside prefill is 23.0 ms: serving as near to it as possible; set it, or give a division with fewer SMs "
+            "for prefill"
+        ]
+
+    @pytest.mark.parametrize(("itl_ms", "count"), [(1.15 * 13.2 - 0.01, 1), (1.15 * 13.2 + 0.01, 0)])
+    def test_without_partitions_the_least_is_one_layer(self, itl_ms, count):
+        """Of 3.2 ms, after 10 ms of decode."""
+        said = []
+        slo = calibrated(itl_ms, 1000.0, said=said, paced=False)
+        slo.decide(load())
+        assert slo.infeasible_decisions == len(said) == count
+        for text in said:
+            assert "expected beside prefill is 15.2 ms: " in text and text.endswith("give a smaller max_prefill_tokens")
+
+    def test_without_partitions_nothing_is_said_of_what_is_not_known(self):
+        nothing, no_rate = learning(1.0, paced=False), learning(1.0, paced=False)
+        no_rate.observe(decode())
+        for slo in (nothing, no_rate):
+            slo.decide(load())
+            assert slo.infeasible_decisions == 0
 
     def test_nor_one_that_is_in_reach(self):
         slo = calibrated(13.9)

@@ -110,7 +110,7 @@ def metrics(splits: int, has_target: bool) -> tuple[Metric, ...]:
     if has_target:
         found += [
             Metric(MISSED_STEPS, "Steps with prefill, beside or fused, that took longer than the target for ITL."),
-            Metric(INFEASIBLE_DECISIONS, "Decisions for which no division was expected to keep the target for ITL."),
+            Metric(INFEASIBLE_DECISIONS, "Decisions for which nothing was expected to keep the target for ITL."),
             Metric(
                 PREDICTION,
                 "Measured over predicted time of steps beside prefill.",

@@ -15,7 +15,7 @@ TROUBLES = {
     names.DRY_STEPS: "lane dry in %d steps",
     names.UNCONFINED_STEPS: "no decode graph in %d steps",
     names.MISSED_STEPS: "above the target in %d steps",
-    names.INFEASIBLE_DECISIONS: "no division for the target %d times",
+    names.INFEASIBLE_DECISIONS: "target out of reach %d times",
 }
 
 

@@ -17,7 +17,7 @@ from vllm_pdmux.policy.estimates import Belief, Beside, DecodeAlone, Rate, Share
 from vllm_pdmux.policy.fused import FusedSteps
 from vllm_pdmux.policy.prior import ALL_FIXED, Mix, Prior
 from vllm_pdmux.policy.tail import Tail
-from vllm_pdmux.policy.target import Target
+from vllm_pdmux.policy.target import DEFAULT_TARGET, Target
 from vllm_pdmux.policy.types import ALL_LAYERS, Decision, Kind, Load, Observation, Prompt, decide_alone, why_fused
 from vllm_pdmux.policy.work import PromptWork
 
@@ -84,7 +84,7 @@ class SloPolicy:
         self._unsettled = 0  # steps of a new group that are still to come in which the old one may have run
         self.fused_reason = ""
         self.missed_steps = 0  # steps with prefill, beside or fused, that took longer than the target
-        self.infeasible_decisions = 0  # decisions for which no group was expected to meet the target
+        self.infeasible_decisions = 0  # decisions for which nothing was expected to meet the target
 
     # --- deciding --------------------------------------------------------------------------------------------------
 
@@ -101,9 +101,8 @@ class SloPolicy:
         target_ms = self._target.of(alone_ms, load.oldest_wait_ms)
         choice = self._choose(load, alone_ms, target_ms, self._mix)
         is_asked = target_ms == self._target.of(alone_ms)  # no prompt has waited too long
-        if self._paced_by_device and is_asked and not choice.is_within:
-            expected_ms = alone_ms * choice.belief.slowdown * choice.belief.hope
-            self._count_infeasible(expected_ms * self._tail.factor, target_ms)
+        if is_asked and (best_ms := self._best_missing(load, alone_ms, target_ms, choice)) is not None:
+            self._count_infeasible(best_ms, target_ms)
         group = self._switch_to(choice.group)
         self._slowdown = choice.beliefs[group - 1].slowdown
         return Decision(group, self._layers(load, alone_ms, target_ms))
@@ -235,8 +234,18 @@ class SloPolicy:
         needed_ms = alone_ms / (1 - needed / rate) if needed < rate else math.inf
         usual_ms = min(max(target_ms / self._tail.factor, needed_ms), target_ms)
         spare_ms = usual_ms - alone_ms
-        layer_ms = max(load.prefill_work / rate / load.model_layers, SHORTEST_STEP_MS)
-        return min(max(1, int(spare_ms / layer_ms)), ALL_LAYERS)
+        return min(max(1, int(spare_ms / _layer_ms(load, rate))), ALL_LAYERS)
+
+    def _best_missing(self, load: Load, alone_ms: float, target_ms: float, choice: _Choice) -> float | None:
+        """What slow steps take with the least that can be beside decode, where that is above the target; else None."""
+        if self._paced_by_device:
+            missing_ms = alone_ms * choice.belief.slowdown * choice.belief.hope * self._tail.factor
+            return None if choice.is_within else missing_ms
+        rate = self._full_rate.value
+        if rate is None or not self._alone.is_known:
+            return None
+        shortest_ms = (alone_ms + _layer_ms(load, rate)) * self._tail.factor
+        return shortest_ms if shortest_ms > target_ms else None
 
     # --- what it expects, for metrics -------------------------------------------------------------------------------
 
@@ -316,9 +325,18 @@ class SloPolicy:
 
     def _count_infeasible(self, best_ms: float, target_ms: float) -> None:
         if self.infeasible_decisions == 0:
-            shown_ms = math.ceil(best_ms * 10) / 10  # what can be kept; never the target itself
-            self._log(
-                f"itl_slo_ms is {target_ms:.4g} but the best that is expected beside prefill is {shown_ms:.1f} ms: "
-                "serving as near to it as possible; raise it, or give a division with fewer SMs for prefill"
-            )
+            self._log(self._out_of_reach(math.ceil(best_ms * 10) / 10, target_ms))  # never the target itself
         self.infeasible_decisions += 1
+
+    def _out_of_reach(self, best_ms: float, target_ms: float) -> str:
+        serving = f"the best that is expected beside prefill is {best_ms:.1f} ms: serving as near to it as possible"
+        least = "a division with fewer SMs for prefill" if self._paced_by_device else "a smaller max_prefill_tokens"
+        if self._target.itl_ms is not None:
+            return f"itl_slo_ms is {target_ms:.4g} but {serving}; raise it, or give {least}"
+        default = f"{DEFAULT_TARGET} x decode alone, {target_ms:.4g} ms"
+        return f"itl_slo_ms is not set, so that the target is {default}, but {serving}; set it, or give {least}"
+
+
+def _layer_ms(load: Load, rate: float) -> float:
+    """Of the prefill batch with nothing beside it, where prefill does `rate` work per ms."""
+    return max(load.prefill_work / rate / load.model_layers, SHORTEST_STEP_MS)
