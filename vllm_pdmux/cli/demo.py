@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pdmux demo`: chats stream while a document is prefilled, with stock vLLM and with the plugin, side by side."""
+"""`vllm-pdmux demo`: chats stream while a document is prefilled, with stock vLLM, also in small chunks, and with the
+plugin, side by side."""
 
 import argparse
 import importlib.util
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from vllm_pdmux.demo.workload import Workload
 
 NAME = "demo"
-HELP = "Stream chats while a long document is prefilled, with stock vLLM and with the plugin, and compare the two."
+HELP = "Stream chats while a long document is prefilled, with stock vLLM and with the plugin, and compare them."
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _MOST = 10**6
+_MOST_CHATS = 64
+_SMALLEST_CHUNK = 2 * _MOST_CHATS  # with each chat in it, and something of the document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--document-tokens", type=_integer(1), default=1500, help="tokens of the document's prompt (default: 1500)"
     )
-    parser.add_argument("--chats", type=_integer(1, 64), default=4, help="requests that stream (default: 4)")
+    parser.add_argument("--chats", type=_integer(1, _MOST_CHATS), default=4, help="requests that stream (default: 4)")
     parser.add_argument("--max-tokens", type=_integer(2), default=48, help="tokens of an answer (default: 48)")
+    parser.add_argument(
+        "--chunk-tokens",
+        type=_integer(_SMALLEST_CHUNK),
+        default=256,
+        help="tokens of a step of stock vLLM's second run, its max_num_batched_tokens (default: 256)",
+    )
     parser.add_argument("--max-model-len", type=_integer(1), help="context of the engines (default: the model's)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default on a CPU: float32)")
     parser.add_argument("--compile", action="store_true", help="compile the model: the start takes longer")
@@ -78,7 +87,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace, stdout: TextIO) -> "Comparison":
-    """Both runs, shown as they go; the JSON or the tables at the end."""
+    """All runs, shown as they go; the JSON or the tables at the end."""
     from vllm_pdmux.demo.engine import prepare_environment
     from vllm_pdmux.demo.picture import Picture, Silent, console
 
@@ -86,7 +95,7 @@ def _compare(args: argparse.Namespace, stdout: TextIO) -> "Comparison":
     model = _model(args.model, say)
     prepare_environment()
     picture = Silent(say) if args.json else Picture(console(stdout))
-    comparison = _both_runs(_options(args, model), args, picture)
+    comparison = _runs(_options(args, model), args, picture)
     if args.json:
         print(json.dumps(comparison.as_json()), file=stdout)
     else:
@@ -94,20 +103,24 @@ def _compare(args: argparse.Namespace, stdout: TextIO) -> "Comparison":
     return comparison
 
 
-def _both_runs(options: "EngineOptions", args: argparse.Namespace, picture: "Silent") -> "Comparison":
+def _runs(options: "EngineOptions", args: argparse.Namespace, picture: "Silent") -> "Comparison":
     from vllm_pdmux.demo.comparison import Comparison
     from vllm_pdmux.demo.engine import running_engine
-    from vllm_pdmux.demo.picture import PDMUX, STOCK
+    from vllm_pdmux.demo.picture import PDMUX, STOCK, chunked_name
 
     picture.loading(STOCK)
     with running_engine(options, with_pdmux=False) as llm:
         workload = _workload(llm, args)
-        facts = _facts(llm, workload, options)
+        facts = _facts(llm, workload, options, args.chunk_tokens)
         stock = _measured(llm, workload, facts, picture, STOCK)
+    name = chunked_name(args.chunk_tokens)
+    picture.loading(name)
+    with running_engine(options, with_pdmux=False, chunk_tokens=args.chunk_tokens) as llm:
+        chunked = _measured(llm, workload, facts, picture, name)
     picture.loading(PDMUX)
     with running_engine(options, with_pdmux=True) as llm:
         pdmux = _measured(llm, workload, facts, picture, PDMUX)
-    return Comparison(facts, stock, pdmux)
+    return Comparison(facts, stock, chunked, pdmux)
 
 
 def _measured(llm: Any, workload: "Workload", facts: "Facts", picture: "Silent", name: str) -> "Run":
@@ -129,7 +142,7 @@ def _workload(llm: Any, args: argparse.Namespace) -> "Workload":
     return workload
 
 
-def _facts(llm: Any, workload: "Workload", options: "EngineOptions") -> "Facts":
+def _facts(llm: Any, workload: "Workload", options: "EngineOptions", chunk_tokens: int) -> "Facts":
     from vllm.platforms import current_platform
 
     from vllm_pdmux.activation import metadata_version
@@ -147,13 +160,15 @@ def _facts(llm: Any, workload: "Workload", options: "EngineOptions") -> "Facts":
         chats=len(workload.chats),
         document_tokens=len(workload.document.token_ids),
         max_tokens=workload.max_tokens,
+        chunk_tokens=chunk_tokens,
     )
 
 
 def _options(args: argparse.Namespace, model: str) -> "EngineOptions":
     from vllm_pdmux.demo.engine import EngineOptions
 
-    return EngineOptions(model, args.max_model_len, args.dtype, args.compile, args.layers_per_group)
+    most_requests = _MOST_CHATS + 1
+    return EngineOptions(model, args.max_model_len, args.dtype, args.compile, args.layers_per_group, most_requests)
 
 
 def _model(folder: str | None, say: Callable[[str], None]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two runs side by side: the numbers, whether the texts are equal, and what failed."""
+"""The runs side by side: the numbers, whether the texts are equal, and what failed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,20 +32,31 @@ class Facts:
     chats: int
     document_tokens: int  # of the whole prompt
     max_tokens: int
+    chunk_tokens: int  # of a step of the stock engine that prefills in chunks
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Stock vLLM and the plugin on the same workload."""
+    """Stock vLLM with its default settings and with small chunks, and the plugin, on the same workload."""
 
     facts: Facts
     stock: Run
+    chunked: Run
     pdmux: Run
 
     @property
+    def runs(self) -> tuple[Run, Run, Run]:
+        """In the order in which they are shown."""
+        return self.stock, self.chunked, self.pdmux
+
+    @property
     def equal(self) -> dict[str, bool]:
-        """By request, whether its text is stock's."""
-        return {name: text == self.pdmux.texts.get(name) for name, text in self.stock.texts.items()}
+        """By request, whether the plugin's text is stock's."""
+        return self.equal_of(self.pdmux)
+
+    def equal_of(self, run: Run) -> dict[str, bool]:
+        """By request, whether the text in `run` is that of stock vLLM with its default settings."""
+        return {name: text == run.texts.get(name) for name, text in self.stock.texts.items()}
 
     @property
     def decode_steps(self) -> int:
@@ -80,6 +91,12 @@ class Comparison:
             "layer_groups": self.layer_groups,
             **_times(self.pdmux),
             "stock": _times(self.stock) | {"decode_steps_during_prefill": len(self.stock.decode_steps_ms)},
+            "stock_chunked": _times(self.chunked)
+            | {
+                "chunk_tokens": facts.chunk_tokens,
+                "decode_steps_during_prefill": len(self.chunked.decode_steps_ms),
+                "texts_equal": all(self.equal_of(self.chunked).values()),
+            },
             "failure": self.failure,
             "model": facts.model,
             "dtype": facts.dtype,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two engines: stock vLLM and the plugin, equal in everything else, each alone in this process while it runs."""
+"""The engines: stock vLLM and the plugin, equal in everything else, each alone in this process while it runs."""
 
 import gc
 import logging
@@ -28,13 +28,14 @@ _KV_CACHE_ON_A_CPU = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What both engines are built with, and the plugin's settings."""
+    """What all engines are built with, and the plugin's settings."""
 
     model: str  # folder
     max_model_len: int | None = None
     dtype: str | None = None  # None: float32 on a CPU, see `_arguments`
     compile: bool = False
     layers_per_group: int | None = None  # None: the plugin's default
+    most_requests: int = 128  # that run at once
 
     def pdmux(self, enabled: bool) -> dict[str, Any]:
         """The value of ``additional_config["pdmux"]``. Stock is said too, since PDMUX=1 would ask for the plugin."""
@@ -61,9 +62,13 @@ def quieten() -> None:
 
 
 @contextmanager
-def running_engine(options: EngineOptions, with_pdmux: bool) -> Iterator[Any]:
-    """A ``vllm.LLM``, shut down and freed at the end. DemoError when vLLM or the plugin refuses the options."""
+def running_engine(options: EngineOptions, with_pdmux: bool, chunk_tokens: int | None = None) -> Iterator[Any]:
+    """A ``vllm.LLM``, shut down and freed at the end. DemoError when vLLM or the plugin refuses the options.
+
+    `chunk_tokens`: of a step at most, decoding requests included; None: vLLM's default."""
     arguments = _arguments(options) | {"additional_config": {"pdmux": options.pdmux(with_pdmux)}}
+    if chunk_tokens is not None:
+        arguments["max_num_batched_tokens"] = chunk_tokens
     with running(arguments, with_pdmux) as llm:
         yield llm
 
@@ -116,8 +121,9 @@ def _arguments(options: EngineOptions) -> dict[str, Any]:
         "model": options.model,
         "dtype": options.dtype or ("float32" if on_cpu else "auto"),
         "max_model_len": options.max_model_len or _AUTO_FIT,
+        "max_num_seqs": options.most_requests,  # vLLM's default may be more than a chunk has tokens
         "enforce_eager": not options.compile,
-        "enable_prefix_caching": False,  # the second engine must not be helped by anything
+        "enable_prefix_caching": False,  # no engine must be helped by anything
         "use_tqdm_on_load": False,
     }
     return arguments | {"distributed_executor_backend": "uni"} if on_cpu else arguments

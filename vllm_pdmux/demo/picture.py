@@ -50,7 +50,7 @@ class Silent:
         self._say(f"{name}: {outcome(run)}")
 
     def show(self, comparison: Comparison) -> None:
-        """Both runs have ended."""
+        """All runs have ended."""
 
 
 class Picture(Silent):
@@ -66,8 +66,8 @@ class Picture(Silent):
             with super().watching(name, workload, layers) as watch:
                 yield watch
             return
-        # The last run's panels stay: its texts are the other's too.
-        with Live(console=self._console, auto_refresh=False, transient=name == STOCK) as live:
+        # The last run's panels stay: its texts are the others' too.
+        with Live(console=self._console, auto_refresh=False, transient=name != PDMUX) as live:
 
             def draw(progress: Progress) -> None:
                 live.update(panels(name, workload, layers, progress, self._console.size), refresh=True)
@@ -83,6 +83,11 @@ class Picture(Silent):
         show(numbers(comparison))
         for line in conclusions(comparison):
             show(line, soft_wrap=on_paper)
+
+
+def chunked_name(tokens: int) -> str:
+    """Of stock vLLM with chunks of so many tokens."""
+    return f"stock, chunks of {tokens}"
 
 
 def console(file: TextIO) -> Console:
@@ -144,6 +149,8 @@ def _prefill_state(name: str, layers: int, progress: Progress) -> str:
         return "arrives when every chat has streamed some tokens"
     if name == STOCK:
         return f"in prefill, all {layers} layers in one step: the chats wait"
+    if name != PDMUX:
+        return f"in prefill, a chunk through all {layers} layers in each step"
     return f"in prefill {layer_bar(0, progress.layers_done, layers)} {progress.layers_done}/{layers} layers"
 
 
@@ -191,10 +198,11 @@ def timeline(comparison: Comparison) -> Table:
     table.add_column("decode batch", justify="right", no_wrap=True)
     table.add_column(f"layers of the prefill (of {layers})", no_wrap=True)
     table.add_column("step ms", justify="right", no_wrap=True)
-    for number, ms in enumerate(comparison.stock.decode_steps_ms, start=1):
-        bar = Text(layer_bar(0, layers, layers), style="red")
-        table.add_row(STOCK if number == 1 else "", str(number), str(chats), bar, _ms(ms))
-    table.add_section()
+    for name, run in ((STOCK, comparison.stock), (chunked_name(comparison.facts.chunk_tokens), comparison.chunked)):
+        for number, ms in enumerate(run.decode_steps_ms, start=1):
+            bar = Text(layer_bar(0, layers, layers), style="red")
+            table.add_row(name if number == 1 else "", str(number), str(chats), bar, _ms(ms))
+        table.add_section()
     for number, step in enumerate(comparison.pdmux.timeline, start=1):
         bar = Text(layer_bar(step.first_layer, step.end_layer, layers), style="green")
         name = PDMUX if number == 1 else ""
@@ -203,17 +211,17 @@ def timeline(comparison: Comparison) -> Table:
 
 
 def numbers(comparison: Comparison) -> Table:
-    """The two engines side by side."""
-    facts, runs = comparison.facts, (comparison.stock, comparison.pdmux)
+    """The engines side by side."""
+    facts, runs = comparison.facts, comparison.runs
     during = [summary(run.itl_during_prefill_ms) for run in runs]
     overall = [summary(run.itl_ms) for run in runs]
-    steps = len(comparison.stock.decode_steps_ms), comparison.decode_steps
-    same = sum(comparison.equal.values())
+    steps = *(len(run.decode_steps_ms) for run in runs[:-1]), comparison.decode_steps
+    same = [sum(comparison.equal_of(run).values()) for run in runs[1:]]
     title = f"{facts.vllm}, {facts.dtype}, {facts.cpus} CPUs: {facts.chats} chats, {facts.document_tokens:,} tokens"
     table = Table(box=box.SIMPLE_HEAD, title=title, expand=True)
     table.add_column("")
-    table.add_column(STOCK, justify="right")
-    table.add_column(PDMUX, justify="right")
+    for name in (STOCK, chunked_name(facts.chunk_tokens), PDMUX):
+        table.add_column(name, justify="right")
     table.add_row("TTFT of the document", *[_ms(run.ttft_ms, " ms") for run in runs])
     table.add_row("ITL of the chats during the prefill, median", *[_ms(s.median if s else None, " ms") for s in during])
     table.add_row(
@@ -222,7 +230,7 @@ def numbers(comparison: Comparison) -> Table:
     table.add_row("ITL of the chats in the whole run, median", *[_ms(s.median if s else None, " ms") for s in overall])
     table.add_row("ITL of the chats in the whole run, p99", *[_ms(s.p99 if s else None, " ms") for s in overall])
     table.add_row("decode steps during the prefill", *map(str, steps))
-    table.add_row("texts equal to stock's", "", f"{same} of {len(comparison.equal)}")
+    table.add_row("texts equal to stock's", "", *(f"{number} of {len(comparison.equal)}" for number in same))
     return table
 
 
@@ -236,25 +244,39 @@ def texts(comparison: Comparison) -> list[Text]:
 
 
 def conclusions(comparison: Comparison) -> list[Text]:
-    """What the numbers show, and what they do not."""
-    lines = [Text(verdict(comparison), style="bold")]
-    shares = [run.others_cpu_share or 0.0 for run in (comparison.stock, comparison.pdmux)]
+    """What the numbers show, and what they do not: of runs on busy CPUs nothing."""
+    if comparison.failure is not None:
+        return [Text(f"Failed: {comparison.failure}.", style="bold")]
+    shares = [run.others_cpu_share or 0.0 for run in comparison.runs]
     if max(shares) >= _BUSY:
-        used = " and ".join(f"{share:.0%}" for share in shares)
-        lines.append(Text(f"Other processes used {used} of the CPUs in these runs: do not compare the times closely."))
-    return lines
+        used = ", ".join(f"{share:.0%}" for share in shares)
+        return [
+            Text(
+                f"Other processes used {used} of the CPUs in these runs, so that their times cannot be compared: "
+                "run it again when nothing else is busy."
+            )
+        ]
+    return [Text(line, style="bold") for line in verdict(comparison)]
 
 
-def verdict(comparison: Comparison) -> str:
-    """The two latencies that are traded, in one line."""
-    before, after = (summary(run.itl_during_prefill_ms) for run in (comparison.stock, comparison.pdmux))
-    if comparison.failure is not None or before is None or after is None:
-        return f"Failed: {comparison.failure}."
-    why = "A CPU has no SMs to split and the total work is the same: " if _on_cpu(comparison) else ""
-    return (
-        f"{why}the longest pause of a chat went from {_ms(before.max)} to {_ms(after.max)} ms, the document's TTFT "
-        f"from {_ms(comparison.stock.ttft_ms)} to {_ms(comparison.pdmux.ttft_ms)} ms."
+def verdict(comparison: Comparison) -> list[str]:
+    """The two latencies that are traded, and on a CPU what is not to be seen there."""
+    facts = comparison.facts
+    pauses = [summary(run.itl_during_prefill_ms) for run in comparison.runs]
+    stock, chunked, pdmux = (
+        f"{_ms(pause.max if pause else None)} ms and {_ms(run.ttft_ms)} ms"
+        for pause, run in zip(pauses, comparison.runs, strict=True)
     )
+    lines = [
+        f"The longest pause of a chat, and the document's TTFT: {stock} with stock vLLM, {chunked} with its chunks of "
+        f"{facts.chunk_tokens} tokens, {pdmux} with the plugin."
+    ]
+    if _on_cpu(comparison):
+        lines.append(
+            "A CPU has no SMs to split, and the total work is the same: what you see is the mechanism, and chunks can "
+            "do as well here. A gain needs a GPU."
+        )
+    return lines
 
 
 def describe(workload: Workload) -> str:
