@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real model answers in real words, the same with and without the plugin: SmolLM2-135M-Instruct in bfloat16."""
+"""A real model answers in real words, the same with and without the plugin: SmolLM2-135M-Instruct.
+
+In float32: in bfloat16 two tokens of these answers tie exactly on CPUs that compute it in matrix units, and which one
+wins depends on the rest of the batch, in stock vLLM alone too.
+"""
 
 import pytest
 from driver import Arrival
@@ -21,7 +25,7 @@ def model_path():
 
 @pytest.fixture(scope="module")
 def engines(start_engine, model_path):
-    settings = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_batched_tokens": 2048}
+    settings = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 2048}
     return [start_engine(model_path, pdmux=pdmux, **settings) for pdmux in (None, {})]
 
 

@@ -17,6 +17,7 @@ from vllm_pdmux.observer import Observer
 from vllm_pdmux.policy import Kind, Mix, OffPolicy, PromptWork, SloPolicy
 from vllm_pdmux.policy.layers import LayerRule
 from vllm_pdmux.policy.table import TablePolicy
+from vllm_pdmux.policy.target import Target
 from vllm_pdmux.step_times import StepTime
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -89,8 +90,8 @@ def test_a_target_that_cannot_be_met_changes_no_token_and_starves_no_prompt(slo,
     assert {step.end_layer - step.first_layer for step in steps} == {1}  # one layer a step, and every step one
 
 
-class Impossible:
-    ttft_ms = None
+class Impossible(Target):
+    """Half of what decode takes alone."""
 
     def of(self, alone_ms, wait_ms=0.0):
         return alone_ms / 2
