@@ -49,5 +49,9 @@ def test_texts_equal_stocks(engines, layers):
     assert_same(got, stock.run(arrivals(stock)))
     assert "Red" in got["chat0"].texts[0] and "Paris" in got["chat2"].texts[0]
     steps = [step for step in pdmux.scheduler.pdmux_trace.steps if step.end_layer > step.first_layer]
-    assert len(steps) == -(-30 // layers)
+    # The chats may all end before the document's last layers, which then run in one step.
+    beside = [step for step in steps if step.decode_batch]
+    assert len(beside) >= 4
+    assert all(step.end_layer - step.first_layer == layers or step.end_layer == 30 for step in beside)
+    assert steps[0].first_layer == 0 and steps[-1].end_layer == 30
     pdmux.assert_nothing_left()
